@@ -25,9 +25,9 @@ What such a step can't go below: `carried` takes params and state through the ca
 call takes its time for each array; `read twice` reads the gradients once more, for their sum, as a
 check of them must before anything is written.
 
-`dynamic_loss_scale` computes a step once ahead, to see whether its result is finite; `gradients` is
-`check="gradients"`, which looks at the gradients alone; `two calls` are `update` and
-`optax.apply_updates`."""
+`dynamic_loss_scale` looks at the gradients, as `optax.apply_if_finite` does; `updates` is
+`check="updates"`, which computes a step once ahead, to see whether its result is finite; `two
+calls` are `update` and `optax.apply_updates`."""
 
 ENTRIES = 10_000_000
 LEAVES = (40, 161)
@@ -140,9 +140,9 @@ def compare(name: str, tx: optax.GradientTransformation, leaves: int, rounds: in
         optaxes(name, tx),
         contender(f"{name}, read twice", reading_twice(two_calls(tx)), (total, idle[1]), params),
         ours("dynamic_loss_scale", scale(tx)),
-        ours("dynamic_loss_scale, gradients", scale(tx, check="gradients")),
+        ours("dynamic_loss_scale, updates", scale(tx, check="updates")),
         optaxes("dynamic_loss_scale, two calls", scale(tx)),
-        optaxes("dynamic_loss_scale, gradients, two calls", scale(tx, check="gradients")),
+        optaxes("dynamic_loss_scale, updates, two calls", scale(tx, check="updates")),
         optaxes("optax.apply_if_finite", optax.apply_if_finite(tx, 5)),
       ],
       [name, "optax.apply_if_finite"],

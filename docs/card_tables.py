@@ -1,7 +1,8 @@
-"""Writes the tables of methods, the sidebar and the reference: ``python docs/card_tables.py``.
+"""Writes the tables of methods and metrics, the sidebar and the reference.
 
-All are made from the headers of the cards. The tables and the sidebar stand between two comments
-that name this command; the pages of the reference are made whole.
+``python docs/card_tables.py`` makes all of them from the cards: the table of metrics from their
+sections `Metrics`, the rest from their headers. The tables and the sidebar stand between two
+comments that name this command; the pages of the reference are made whole.
 """
 
 from collections.abc import Iterator
@@ -18,6 +19,12 @@ HEADER = re.compile(
   r"- \*\*For:\*\* (?P<wish>.+)\n"
   r"- \*\*From:\*\* (?P<source>.+)\n"
   r"- \*\*API:\*\* (?P<names>.+)\n\n"
+)
+METRICS_HEADER = "| metric | of | dtype, meaning, unit | alarm |\n|---|---|---|---|\n"
+METRIC = re.compile(
+  r"\| `(?P<name>\S+)` \| (?P<of>every step|`\w+`(?:, `\w+`)*)"
+  r" \| (?P<dtype>float32|int32)(?P<shape>|, one per leaf): (?P<meaning>[^|]+)"
+  r" \| (?P<alarm>[^|]+) \|\n"
 )
 # What users want, in the order of how many want it.
 WISHES = (
@@ -36,8 +43,28 @@ MADE = "<!-- made by `python docs/card_tables.py` -->\n"
 BETWEEN = re.compile(f"({MADE}).*?(<!-- end -->)", re.DOTALL)
 
 
+class Metric(NamedTuple):
+  """A row of the section `Metrics` of a card.
+
+  Attributes:
+    name: the metric, as the train step returns it.
+    of: the methods that have it, or "every step".
+    dtype: its dtype.
+    shape: empty for a scalar, or ", one per leaf".
+    meaning: its meaning and unit.
+    alarm: which values tell of a fault.
+  """
+
+  name: str
+  of: str
+  dtype: str
+  shape: str
+  meaning: str
+  alarm: str
+
+
 class Card(NamedTuple):
-  """The header of a card.
+  """The header of a card, and its metrics.
 
   Attributes:
     file: its file name.
@@ -47,6 +74,7 @@ class Card(NamedTuple):
     wish: the wish that it serves, of `WISHES`.
     source: the software and the papers that it comes from.
     names: the public names that the card describes.
+    metrics: the rows of its section `Metrics`; none without one.
   """
 
   file: str
@@ -56,30 +84,48 @@ class Card(NamedTuple):
   wish: str
   source: str
   names: str
+  metrics: list[Metric]
 
 
 def read_cards(folder: pathlib.Path = CARDS) -> list[Card]:
-  """The headers of all cards in `folder`, in the order of their wishes.
+  """All cards in `folder`, in the order of their wishes.
 
   Raises:
-    ValueError: a card's header has another form.
+    ValueError: a card's header or metrics have another form.
   """
   cards = []
   for path in sorted(folder.glob("*.md")):
     if path.name == "index.md":
       continue
-    header = HEADER.match(path.read_text(encoding="utf-8"))
+    text = path.read_text(encoding="utf-8")
+    header = HEADER.match(text)
     if header is None:
       raise ValueError(
         f"{path} must begin with its header: '# `name`', then a list of five lines, '- **Does:**', "
         "'- **Verdict:** Yes, No or Sometimes ...', '- **For:**', '- **From:**' and '- **API:**'. "
         "Copy another card's header."
       )
-    card = Card(path.name, **header.groupdict())
+    card = Card(path.name, **header.groupdict(), metrics=read_metrics(path, text))
     if card.wish not in WISHES:
       raise ValueError(f"{path}: **For:** must be one of {WISHES}; got {card.wish!r}.")
     cards.append(card)
   return sorted(cards, key=lambda card: WISHES.index(card.wish))
+
+
+def read_metrics(path: pathlib.Path, text: str) -> list[Metric]:
+  """The metrics of a card; ValueError if its section `Metrics` is another table."""
+  section = re.search(r"^## Metrics\n\n((?:\|.*\n)*)", text, re.MULTILINE)
+  if section is None:
+    return []
+  lines = section[1].splitlines(keepends=True)
+  rows = [METRIC.fullmatch(line) for line in lines[2:]]
+  if "".join(lines[:2]) != METRICS_HEADER or not rows or None in rows:
+    raise ValueError(
+      f"{path}: the section 'Metrics' must be a table with the header '| metric | of | dtype,"
+      " meaning, unit | alarm |' and rows '| `name` | `method` | int32: its meaning | its alarm |'."
+      " The dtype may be float32, and ', one per leaf' may follow it. Copy another card's table."
+    )
+  return [Metric(**row.groupdict()) for row in rows if row is not None]
 
 
 def wishes_table(cards: list[Card], folder: str) -> Iterator[str]:
@@ -99,6 +145,18 @@ def cards_table(cards: list[Card]) -> Iterator[str]:
   yield "|---|---|---|---|"
   for card in cards:
     yield f"| [{card.title}]({card.file}) | {card.does} | {card.verdict} | {card.source} |"
+
+
+def metrics_table(cards: list[Card]) -> Iterator[str]:
+  """The metrics of every step, then those of the methods, with links to their cards."""
+  yield METRICS_HEADER.rstrip("\n")
+  rows = [(metric, card) for card in cards for metric in card.metrics]
+  for metric, card in sorted(rows, key=lambda row: row[0].of != "every step"):
+    of = metric.of if metric.of == "every step" else f"[{metric.of}](cards/{card.file})"
+    yield (
+      f"| `{metric.name}` | {of} | {metric.dtype}{metric.shape}: {metric.meaning}"
+      f" | {metric.alarm} |"
+    )
 
 
 def sidebar(cards: list[Card]) -> Iterator[str]:
@@ -131,6 +189,7 @@ def pages() -> dict[pathlib.Path, str]:
   parts = {
     DOCS.parent / "README.md": [wishes_table(cards, "docs/cards/")],
     DOCS / "index.md": [wishes_table(cards, "cards/"), sidebar(cards)],
+    DOCS / "metrics.md": [metrics_table(cards)],
     CARDS / "index.md": [cards_table(cards)],
   }
   texts = {DOCS / "reference" / card.file: "\n".join(reference(card)) for card in cards}

@@ -62,7 +62,7 @@ _CODE = f"""In your code:
                     tx = boost.optimizer(adamw, loss_fn, params, batch)
                     step(state, boost.batch(batch, number))
   last half         optax_boost.freeze_layers(adamw, groups, optax_boost.fixed_freezing(2, 1))
-  layer-wise decay  optax.chain(adamw, optax_boost.layerwise_decay(groups, 0.75))
+  layer-wise decay  optax_boost.layerwise_decay(adamw, groups, 0.75)
   micro-batches     optax_boost.accumulate(adamw, every={MICRO_BATCHES})"""
 
 

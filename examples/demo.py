@@ -115,7 +115,7 @@ def last_half(adamw: Any, start: Any, batch: Any) -> optax.GradientTransformatio
 def layerwise(adamw: Any, start: Any, batch: Any) -> optax.GradientTransformation:
   """Each layer has a part of the rate of the layer after it."""
   groups = optax_boost.layer_groups(_transformer.loss_fn, start, batch)
-  return optax.chain(adamw, optax_boost.layerwise_decay(groups, LAYER_DECAY))
+  return optax_boost.layerwise_decay(adamw, groups, LAYER_DECAY)
 
 
 WAYS: dict[str, Callable[..., optax.GradientTransformation]] = {

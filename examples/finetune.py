@@ -53,20 +53,13 @@ def held_out(text: np.ndarray) -> np.ndarray:
   return _texts.windows(text, HELD_OUT, _transformer.LENGTH, np.random.default_rng(1))
 
 
-class Way(NamedTuple):
-  """A way to fine-tune.
-
-  Attributes:
-    make: from the directions of Adam, params, a batch and the number of steps to a transformation.
-    after: what follows the learning rate, made from params and a batch.
-  """
-
-  make: Callable[..., optax.GradientTransformation]
-  after: Callable[..., optax.GradientTransformation] = lambda params, batch: optax.identity()
-
-
 def _groups(params: Any, batch: Any, number: int | None = None) -> optax_boost.LayerGroups:
   return optax_boost.layer_groups(_transformer.loss_fn, params, batch, num_groups=number)
+
+
+def full(adam: Any, params: Any, batch: Any, steps: int) -> optax.GradientTransformation:
+  """All layers train."""
+  return adam
 
 
 def last_half(adam: Any, params: Any, batch: Any, steps: int) -> optax.GradientTransformation:
@@ -81,16 +74,17 @@ def gradual(adam: Any, params: Any, batch: Any, steps: int) -> optax.GradientTra
   return optax_boost.freeze_layers(adam, _groups(params, batch, 4), schedule)
 
 
-def layerwise(params: Any, batch: Any) -> optax.GradientTransformation:
+def layerwise(adam: Any, params: Any, batch: Any, steps: int) -> optax.GradientTransformation:
   """A group for each layer, with 0.75 of the rate of the one after it."""
-  return optax_boost.layerwise_decay(_groups(params, batch), 0.75)
+  return optax_boost.layerwise_decay(adam, _groups(params, batch), 0.75)
 
 
-WAYS = {
-  "full": Way(lambda adam, *_: adam),
-  "last half": Way(last_half),
-  "gradual unfreezing": Way(gradual),
-  "layer-wise decay": Way(lambda adam, *_: adam, after=layerwise),
+# From Adam, params, a batch and the number of steps to the transformation of a way to fine-tune.
+WAYS: dict[str, Callable[..., optax.GradientTransformation]] = {
+  "full": full,
+  "last half": last_half,
+  "gradual unfreezing": gradual,
+  "layer-wise decay": layerwise,
 }
 
 
@@ -116,10 +110,8 @@ def pretrain(text: np.ndarray, steps: int) -> Any:
 def make_step(name: str, rate: float, start: Any, text: np.ndarray, steps: int) -> Any:
   """The train step of a way, with a rate that falls to zero."""
   batch = next(batches(text, 1, 0))
-  inner = WAYS[name].make(optax.scale_by_adam(), start, batch, steps)
-  schedule = optax.cosine_decay_schedule(rate, steps)
-  after = WAYS[name].after(start, batch)
-  tx = optax.chain(inner, optax.scale_by_learning_rate(schedule), after)
+  adam = optax.adam(optax.cosine_decay_schedule(rate, steps))
+  tx = WAYS[name](adam, start, batch, steps)
   return optax_boost.make_train_step(_transformer.loss_fn, tx)
 
 

@@ -26,7 +26,6 @@ _METHOD = "accumulate"
   metrics=("accumulate/notfinite_count",),
   requests=(_protocol.WEIGHT_SUM,),
   outcome=("made",),
-  gathers=("accumulate",),
 )
 class AccumulateState(NamedTuple):
   """State of :func:`accumulate`.
@@ -55,7 +54,7 @@ class AccumulateState(NamedTuple):
 class _Window(NamedTuple):
   """The current window after a micro-step."""
 
-  total: optax.Updates
+  total: optax.Updates  # unchanged unless the micro-step is to be made
   full: jax.Array  # whether it ends
   steps: jax.Array  # whether the inner optimizer is called
 
@@ -122,7 +121,7 @@ def accumulate(
   _base.check_axis_name("axis_name", axis_name)
 
   method = _Accumulate(inner, every, not_finite, axis_name)
-  return _transformation.wrapper(_METHOD, AccumulateState, method.init, method, allows_complex=True)
+  return _transformation.wrapper(_METHOD, AccumulateState, method, allows_complex=True)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -153,7 +152,7 @@ class _Accumulate:
     addend = jax.tree.map(lambda t, g: _weighted(weight, t, g), state.accumulator, grads)
     used, good = self._is_used(call, state, weight, addend)
     weight_sum = jnp.where(used, state.weight_sum + weight, state.weight_sum)
-    full = _conditional.both(call.go, state.count + 1 >= _length(self.every, state.inner_count))
+    full = state.count + 1 >= _length(self.every, state.inner_count)
     total = jax.tree.map(lambda t, a: jnp.where(used, t + a, t), state.accumulator, addend)
     divisor = weight_sum
     if self.axis_name is not None:
@@ -176,8 +175,7 @@ class _Accumulate:
     )
     # A window that holds bad gradients only ends without a step.
     steps = full & (divisor > 0)
-    inner_call = call._replace(gradients=mean, go=steps)
-    return inner_call, new_state, _Window(total, full, steps)
+    return call._replace(gradients=mean, go=steps), new_state, _Window(total, full, steps)
 
   def after(
     self,
@@ -186,13 +184,12 @@ class _Accumulate:
     state: AccumulateState,
     window: _Window,
   ) -> tuple[Any, AccumulateState]:
-    ended = outcome.made | window.full
-
     def emptied(total: Any) -> tuple[Any]:
       # XLA 14: without the old value, all leaves of a shape would be copies of one array of zeros.
       return (jax.tree.map(lambda t: jnp.where(ended, jnp.zeros_like(t), t), total),)
 
-    _, accumulator = call.landing.change_if(ended, emptied, window.total)
+    ended = outcome.made | window.full
+    (accumulator,) = call.change_if(ended, emptied, window.total)
     return outcome.result, state._replace(
       inner_count=_arrays.increment_if(window.steps, state.inner_count), accumulator=accumulator
     )
@@ -211,11 +208,12 @@ class _Accumulate:
           return _finiteness.all_finite(call.gradients()[0])
         return _finiteness.sum_is_finite(state.accumulator, addend)
 
-      finite = call.landing.holds_if(call.go, check)
+      finite = call.holds(check)
     if self.axis_name is not None:
       flags = jnp.stack([weighted, finite])
       weighted, finite = _conditional.agree(flags, self.axis_name, _METHOD)
     used = weighted if keeps else weighted & finite
+    # The sum is a part of the inner step's work, so the driver can't select it afterwards.
     return _conditional.both(call.go, used), weighted & finite
 
 

@@ -6,7 +6,6 @@ import optax
 
 from optax_boost import _arrays
 from optax_boost import _base
-from optax_boost import _orders
 from optax_boost import _own_state
 from optax_boost import _skippable
 from optax_boost import _tree
@@ -62,6 +61,7 @@ def apply_gradients(
   # XLA 24: params come before the state in the results, so that both can be donated in this order.
   tx = _base.check_transformation("tx", tx)
   _tree.check_same_tree(grads, _tree.differentiated(params), "apply_gradients")
+  _own_state.check(tx, opt_state, params)
   grads, params = _arrays.as_jax((grads, params))
   return step_in_place(tx, grads, opt_state, params, _arrays.as_jax_gradients(extra_args))
 
@@ -73,17 +73,12 @@ def step_in_place(
   params: optax.Params,
   extra_args: dict[str, Any],
 ) -> tuple[optax.Params, optax.OptState]:
-  """The new params and state, from checked arguments; the order of wrappers is checked here."""
-  _orders.check(opt_state, params)
+  """The new params and state, from checked arguments."""
 
   def gradients() -> tuple[optax.Updates, dict[str, Any]]:
     return grads, dict(extra_args)
 
-  call = _skippable.Call(gradients, params, True, _skippable.PARAMS)
-
-  def make() -> tuple[optax.Params, optax.OptState]:
-    outcome = _skippable.run(tx, call, opt_state)
-    return outcome.result, outcome.state
-
-  trees = (grads, opt_state, params)
-  return _own_state.step_with("apply_gradients", tx.init, trees, make, in_params=True)
+  outcome = _skippable.run(
+    tx, _skippable.Call(gradients, params, landing=_skippable.PARAMS), opt_state
+  )
+  return outcome.result, outcome.state

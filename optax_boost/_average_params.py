@@ -8,7 +8,6 @@ The snapshots x_1, ..., x_k are the params after the steps that are due. Their a
 
 from collections.abc import Callable
 import dataclasses
-import functools
 from typing import Any
 from typing import NamedTuple
 
@@ -46,7 +45,6 @@ def _blend(a: jax.Array, x: jax.Array, k: jax.Array, decay: Any) -> jax.Array:
 @_protocol.declares(
   metrics=("average_params/snapshot_count",),
   outcome=("made",),
-  snapshots=("average_params",),
 )
 class AverageParamsState(NamedTuple):
   """State of :func:`average_params`; :func:`averaged_params` reads the average.
@@ -135,11 +133,11 @@ def average_params(
   return _transformation.wrapper(
     _METHOD,
     AverageParamsState,
-    method.init,
     method,
     needs_params=True,
     allows_complex=True,
     allows_pairs=True,
+    keeps="average",
   )
 
 
@@ -212,36 +210,19 @@ class _AverageParams:
     *operands: Any,
   ) -> optax.Params:
     """The average with the snapshot ``stepped(*operands)`` if it is due, in place."""
-    # A Python number is not made an array here, so that it is rounded only once.
-    traced_decay = self.decay if _base.is_array(self.decay) else None
 
-    def take(number: jax.Array, average: optax.Params, decay: Any, *operands: Any) -> optax.Params:
+    def take(average: optax.Params, number: jax.Array, decay: Any, *operands: Any) -> optax.Params:
+      # A Python number is not made an array here, so that it is rounded only once.
       decay = self.decay if decay is None else decay
 
       def blend(a: jax.Array, p: jax.Array) -> jax.Array:
-        return _blend(a, _rounded(p).astype(a.dtype), number, decay)
+        # Before the first snapshot, 1 / number has no derivative.
+        return _blend(a, _rounded(p).astype(a.dtype), jnp.maximum(number, 1), decay)
 
       return _tree.map_leaves(blend, average, stepped(*operands))
 
-    @jax.custom_jvp
-    def after(due: jax.Array, number: jax.Array, average: Any, *operands: Any) -> Any:
-      _, average = _conditional.once_if(due, lambda kept: (take(number, kept, *operands),), average)
-      return average
-
-    # A while loop has no reverse-mode derivative. This one makes at most one turn, which has.
-    @after.defjvp
-    def after_jvp(primals: Any, tangents: Any) -> Any:
-      due, number, *arrays = primals
-      _, _, *slopes = tangents
-      # Before the first snapshot, 1 / number has no derivative.
-      taken = functools.partial(take, jnp.maximum(number, 1))
-      _, slope = jax.jvp(taken, tuple(arrays), tuple(slopes))
-      return after(*primals), jax.tree.map(lambda x, y: jnp.where(due, x, y), slope, slopes[0])
-
-    operands = (traced_decay, *operands)
-    if _conditional.is_concrete(due):
-      return take(number, average, *operands) if due else average
-    return after(due, number, average, *operands)
+    traced_decay = self.decay if _base.is_array(self.decay) else None
+    return _conditional.replace_if(due, take, average, number, traced_decay, *operands)
 
 
 def _rounded(p: jax.Array) -> jax.Array:

@@ -19,7 +19,7 @@ def is_concrete(condition: _types.Unchecked) -> bool:
 
 def both(first: Any, second: Any) -> Any:
   """Whether two conditions hold, each a scalar bool or, if it always holds, Python's True."""
-  if first is True:
+  if first is True or first is second:
     return second
   return first if second is True else first & second
 
@@ -53,6 +53,33 @@ def once_if(condition: Any, function: Callable[..., Sequence[Any]], *carry: Any)
     lambda loop: loop[0], lambda loop: (loop[0] & False, *call(loop[1:])), (condition, *carry)
   )
   return (condition & ~going, *carried)
+
+
+def replace_if(
+  condition: Any, function: Callable[..., _types.SameTree], old: _types.SameTree, *operands: Any
+) -> _types.SameTree:
+  """``function(old, *operands)`` if `condition`, else `old`; in place, and differentiable.
+
+  A while loop has no reverse-mode derivative, but one that makes at most one turn has. `function`
+  must not close over arrays that are differentiated.
+  """
+
+  @jax.custom_jvp
+  def replaced(condition: Any, old: Any, *operands: Any) -> Any:
+    _, new = once_if(condition, lambda kept: (function(kept, *operands),), old)
+    return new
+
+  @replaced.defjvp
+  def replaced_jvp(primals: Any, tangents: Any) -> Any:
+    condition, *arrays = primals
+    _, *slopes = tangents
+    _, slope = jax.jvp(function, tuple(arrays), tuple(slopes))
+    slope = jax.tree.map(lambda x, y: jnp.where(condition, x, y), slope, slopes[0])
+    return replaced(*primals), slope
+
+  if is_concrete(condition):
+    return function(old, *operands) if condition else old
+  return replaced(condition, old, *operands)
 
 
 def update_if(

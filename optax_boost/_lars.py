@@ -67,9 +67,7 @@ def _direction(g: jax.Array, w: jax.Array, ratio: Any, clip: Any, wd: Any) -> ja
   return jnp.where(jnp.isnan(ratio), 0, ratio.astype(d.dtype) * d)
 
 
-@_protocol.declares(
-  metrics=("trust_ratio", "lars/notfinite_count"), normalizes=("ScaleByLarsTrustRatioState",)
-)
+@_protocol.declares(metrics=("trust_ratio", "lars/notfinite_count"))
 class ScaleByLarsTrustRatioState(NamedTuple):
   """State of :func:`scale_by_lars_trust_ratio`.
 

@@ -3,43 +3,54 @@ r"""Layer-wise decay of the learning rate: the first layers of a pretrained mode
 u <- decay^(G - 1 - i) u    for the leaves and layers of group i among 0, ..., G - 1
 """
 
+from collections.abc import Callable
+import dataclasses
 from typing import Any
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from optax_boost import _arrays
 from optax_boost import _base
 from optax_boost import _protocol
+from optax_boost import _skippable
 from optax_boost import _transformation
 from optax_boost._trace import _layer_groups
 
 _METHOD = "layerwise_decay"
 
 
-@_protocol.declares(scales=("layerwise_decay",))
+@_protocol.declares(outcome=("made",))
 class LayerwiseDecayState(NamedTuple):
-  """State of :func:`layerwise_decay`. Its type lets :func:`make_train_step` check a chain's order.
+  """State of :func:`layerwise_decay`.
 
-  Attributes: none.
+  Attributes:
+    inner_state: the inner optimizer's state.
+    made: scalar bool, whether the last call made a step.
   """
+
+  inner_state: optax.OptState
+  made: jax.Array
 
 
 def layerwise_decay(
-  groups: _layer_groups.Groups, decay: jax.typing.ArrayLike = 0.75
+  inner: optax.GradientTransformation,
+  groups: _layer_groups.Groups,
+  decay: jax.typing.ArrayLike = 0.75,
 ) -> optax.GradientTransformationExtraArgs:
   r"""Multiplies the updates of each group by a power of `decay`, of the last group by one.
 
   .. math::
     u \leftarrow \text{decay}^{G - 1 - i} \, u
 
-  for group i of G. Put it after the optimizer, so that it scales the learning rate, and the weight
-  decay that the optimizer adds: ``optax.chain(optax.adamw(rate), layerwise_decay(groups))``. Before
-  an optimizer that normalizes its gradients, as Adam, it would do nothing:
-  :func:`make_train_step` and :func:`apply_gradients` refuse that.
+  for the updates :math:`u` of `inner` in group i of G: its learning rate is scaled, and the weight
+  decay that it adds. An :func:`average_params` or :func:`master_weights` inside follows the params
+  as they are decayed.
 
   Args:
+    inner: the optimizer.
     groups: a :class:`LayerGroups`, in which the layers of a stacked leaf have factors of their own;
       or regular expressions, one per group in the order of the forward pass, that match whole
       segments of the leaves' paths: ``"blocks/1"`` is not found in ``blocks/10``. A leaf that two
@@ -48,12 +59,15 @@ def layerwise_decay(
       the first layers faster.
 
   Returns:
-    An :class:`optax.GradientTransformationExtraArgs` without state. Updates keep their dtype.
+    An :class:`optax.GradientTransformationExtraArgs`. Updates keep their dtype. Leaves may be
+    complex.
+
+  Raises:
+    ValueError: `inner` holds an average, masters or rounding inside a wrapper of optax.
 
   Examples:
     >>> import jax.numpy as jnp, optax, optax_boost
-    >>> decay = optax_boost.layerwise_decay(["embed", "body", "head"], 0.5)
-    >>> tx = optax.chain(optax.sgd(1.0), decay)
+    >>> tx = optax_boost.layerwise_decay(optax.sgd(1.0), ["embed", "body", "head"], 0.5)
     >>> grads = {"embed": jnp.ones(1), "body": jnp.ones(1), "head": jnp.ones(1)}
     >>> updates, _ = tx.update(grads, tx.init(grads))
     >>> [updates[name].item() for name in ("embed", "body", "head")]
@@ -63,20 +77,59 @@ def layerwise_decay(
     Clark, Luong, Le, Manning, `ELECTRA <https://arxiv.org/abs/2003.10555>`_, 2020; Bao, Dong, Piao,
     Wei, `BEiT <https://arxiv.org/abs/2106.08254>`_, 2021, whose 0.65 to 0.75 ``timm`` took over.
   """
+  inner = _base.check_transformation("inner", inner)
   _base.check_number("decay", decay, positive=True, maximum=1.0)
-  last = _layer_groups.count_groups(groups) - 1
   number = _layer_groups.numbering(groups, _METHOD)
-
-  def init(params: optax.Params) -> LayerwiseDecayState:
-    number(params)
-    return LayerwiseDecayState()
-
-  def step(updates: optax.Updates, state: Any, params: Any) -> tuple[optax.Updates, Any]:
-    def scaled(i: Any, u: jax.Array) -> jax.Array:
-      return (_arrays.widen(u) * decay ** (last - i)).astype(u.dtype)
-
-    return jax.tree.map(scaled, number(updates), updates), state
-
-  return _transformation.transformation(
-    _METHOD, LayerwiseDecayState, init, step, allows_complex=True
+  method = _LayerwiseDecay(inner, number, _layer_groups.count_groups(groups), decay)
+  return _transformation.wrapper(
+    _METHOD, LayerwiseDecayState, method, allows_complex=True, changes="always"
   )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _LayerwiseDecay:
+  """The checked arguments of :func:`layerwise_decay`."""
+
+  inner: optax.GradientTransformationExtraArgs
+  number: Callable[[Any], Any]
+  num_groups: int
+  decay: Any
+
+  def init(self, params: optax.Params) -> LayerwiseDecayState:
+    self.number(params)
+    inner_state = self.inner.init(params)
+    if _protocol.declaring_states(inner_state, "exact"):
+      raise ValueError(
+        "`layerwise_decay` can't hold an optimizer that chooses the new params themselves, as"
+        " `sgperm` and `laperm` do: a part of the way to them is no permutation. Leave it out."
+      )
+    return LayerwiseDecayState(inner_state, jnp.zeros([], bool))
+
+  def before(
+    self, call: _skippable.Call, state: LayerwiseDecayState
+  ) -> tuple[_skippable.Call, LayerwiseDecayState, None]:
+    def change(
+      tx: optax.GradientTransformationExtraArgs,
+    ) -> optax.GradientTransformationExtraArgs:
+      def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+        updates, state = tx.update(grads, state, params, **extra)
+        return self._scaled(updates), state
+
+      return optax.GradientTransformationExtraArgs(tx.init, update)
+
+    return call._replace(landing=call.landing.changed(change)), state, None
+
+  def after(
+    self,
+    call: _skippable.Call,
+    outcome: _skippable.Outcome,
+    state: LayerwiseDecayState,
+    context: None,
+  ) -> tuple[Any, LayerwiseDecayState]:
+    return outcome.result, state
+
+  def _scaled(self, updates: optax.Updates) -> optax.Updates:
+    def scale(i: Any, u: jax.Array) -> jax.Array:
+      return (_arrays.widen(u) * self.decay ** (self.num_groups - 1 - i)).astype(u.dtype)
+
+    return jax.tree.map(scale, self.number(updates), updates)

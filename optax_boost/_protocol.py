@@ -6,16 +6,6 @@ The class of a method's state may declare tuples of names:
             is the field's, or ends in it after a slash, so that no two methods share a name.
   requests  fields by which the state asks something of the loss: ``("loss_scale",)``
   outcome   the field that tells whether the last call made a step, ``("made",)``
-  snapshots the wrapper, as ``("average_params",)``, if its state is of the params after each step
-  rounds    the wrapper, as ``("master_weights",)``, if it computes the new params itself
-  gathers   the wrapper, as ``("accumulate",)``, if it makes one step in several calls
-  changes   the method, as ``("freeze_layers",)``, if it changes updates and states of the
-            transformation that it holds: none of these three may be inside
-  replaces  the method, as ``("switch_after",)``, if in some steps other updates than those of the
-            transformation that it holds count: no wrapper that takes snapshots may be inside
-  scales    the method, as ``("layerwise_decay",)``, if it multiplies leaves by factors of their own
-  normalizes  anything, if the method divides such factors away, as Adam does
-  remembers   anything, if the method moves a leaf on after its gradient has become zero
   exact     fields with the exact params after the step, to which its updates lead; a leaf that is
             not the method's is ``optax.MaskedNode()``
   exact_if  fields with a scalar bool, if not every step leads to the exact params
@@ -23,7 +13,8 @@ The class of a method's state may declare tuples of names:
 The train step knows four requests and no method:
 
   loss_scale        scalar float32; the loss is multiplied by it before it is differentiated
-  frozen_groups     scalar int32; the backward pass of that many groups is not computed
+  frozen_groups     scalar int32; the backward pass of that many groups is not computed. A field
+                    `frozen_for`, scalar int32, says for how many steps, at least, it stays
   full_gradient     the mean gradient over all of the data, which ``TrainStep.refresh`` hands to
                     the state's method ``with_full_gradient(params, full_gradient)``
   weight_sum        sum of the extra arguments `weight`, the sizes of micro-batches
@@ -36,7 +27,6 @@ and can't be in the state, which holds arrays: the transformation's form holds i
 
 import collections
 from collections.abc import Callable
-from collections.abc import Sequence
 import functools
 import operator
 from typing import Any
@@ -77,44 +67,12 @@ def declares(**declarations: tuple[str, ...]) -> Callable[[type[_State]], type[_
 
 # The declarations that name fields, and all.
 _FIELDS = ("metrics", "requests", "outcome", "exact", "exact_if")
-_KINDS = (
-  *_FIELDS,
-  *("snapshots", "rounds", "gathers", "changes", "replaces", "scales", "normalizes", "remembers"),
-)
-# Declarations of optax's states with moments, which `remembers` says move a leaf on once its
-# gradient is zero.
-_OPTAX_MOMENTS = {
-  "EmaState": ("remembers",),
-  "FactoredState": ("normalizes",),
-  "ScaleByAdaDeltaState": ("normalizes",),
-  "ScaleByAdamState": ("normalizes", "remembers"),
-  "ScaleByAdanState": ("normalizes", "remembers"),
-  "ScaleByAmsgradState": ("normalizes", "remembers"),
-  "ScaleByBeliefState": ("normalizes", "remembers"),
-  "ScaleByLionState": ("normalizes", "remembers"),
-  "ScaleByNovogradState": ("normalizes", "remembers"),
-  "ScaleByRStdDevState": ("normalizes",),
-  "ScaleByRmsState": ("normalizes",),
-  "ScaleByRpropState": ("normalizes",),
-  "ScaleByRssState": ("normalizes",),
-  "ScaleBySM3State": ("normalizes",),
-  "TraceState": ("remembers",),
-}
-# The declarations of all of optax's states.
-_OPTAX: dict[tuple[Any, str], tuple[str, ...]] = {
-  (optax.MultiStepsState, "gathers"): ("optax.MultiSteps",),
-  (optax.LookaheadState, "replaces"): ("optax.lookahead",),
-} | {
-  (getattr(optax, name), kind): (name,)
-  for name, kinds in _OPTAX_MOMENTS.items()
-  for kind in kinds
-  if hasattr(optax, name)  # not every version of optax has them all
-}
+_KINDS = _FIELDS
 
 
 @functools.cache
 def _names(state_type: Any, kind: str) -> tuple[str, ...]:
-  names: Any = _OPTAX.get((state_type, kind)) or getattr(state_type, kind, None)
+  names: Any = getattr(state_type, kind, None)
   # A field may be called `metrics`, too: its descriptor is not a tuple.
   is_declaration = isinstance(names, tuple) and all(isinstance(name, str) for name in names)
   return names if is_declaration else ()
@@ -142,7 +100,7 @@ def declared(state: _types.Tree, kind: str) -> tuple[str, ...]:
 
 
 # The children of a node and its static data; None for a leaf.
-_flatten = jax.tree_util.default_registry.flatten_one_level
+flatten_node = jax.tree_util.default_registry.flatten_one_level
 
 
 def _nodes_with_indices(tree: _types.Tree) -> list[tuple[tuple[int, ...], Any]]:
@@ -156,7 +114,7 @@ def _nodes_with_indices(tree: _types.Tree) -> list[tuple[tuple[int, ...], Any]]:
   while pending:
     indices, node = pending.pop()
     outside_in.append((indices, node))
-    flat = _flatten(node)
+    flat = flatten_node(node)
     for i, child in enumerate(flat[0] if flat is not None else ()):
       pending.append(((*indices, i), child))
   return outside_in[::-1]
@@ -171,16 +129,6 @@ def declaring_states(opt_state: optax.OptState, kind: str) -> list[Any]:
   """The states that declare something, each after those inside it."""
   candidates = [node for node in nodes(opt_state) if kind in _kinds(type(node))]
   return [node for node in candidates if declared(node, kind)]
-
-
-def declared_inside(opt_state: optax.OptState, kinds: Sequence[str]) -> dict[str, list[str]]:
-  """The names that the states in an optimizer state declare, by kind."""
-  names: dict[str, list[str]] = {kind: [] for kind in kinds}
-  for node in nodes(opt_state):
-    for kind in _kinds(type(node)):
-      if kind in names:
-        names[kind] += declared(node, kind)
-  return names
 
 
 def read_metrics(opt_state: optax.OptState) -> _types.Metrics:
@@ -259,19 +207,9 @@ def state_asking(opt_state: optax.OptState, request: str) -> Any:
   return states[0]
 
 
-def request_reader(opt_state: optax.OptState, request: str) -> Callable[[optax.OptState], Any]:
-  """A function that reads a request from any state of this structure, without a search."""
-  asking = state_asking(opt_state, request)
-  if asking is None:
-    return lambda opt_state: None
-  path = next(indices for indices, node in _nodes_with_indices(opt_state) if node is asking)
-
-  def read(node: optax.OptState) -> Any:
-    for index in path:
-      node = _flatten(node)[0][index]
-    return getattr(node, request)
-
-  return read
+def path_to(tree: _types.Tree, node: Any) -> tuple[int, ...]:
+  """The indices of children that lead to a node of a tree, by :func:`flatten_node`."""
+  return next(indices for indices, found in _nodes_with_indices(tree) if found is node)
 
 
 def renew_full_gradients(

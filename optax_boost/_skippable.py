@@ -2,9 +2,10 @@
 
 A wrapper says what its inner transformation gets and whether a step is made (`before`), and what
 becomes of the outcome (`after`). :func:`run` calls these two, from the outermost wrapper to the
-innermost and back. On the way in the conditions join; the innermost transformation, which may be
-any of optax's, makes its step under all of them at once; on the way out each wrapper learns whether
-the step was made. So a step that is not made changes nothing, in every nesting.
+innermost and back. On the way in the conditions join, and the changes of updates; the innermost
+transformation, which may be any of optax's, makes its step under all of them at once; on the way
+out each wrapper learns whether the step was made. So a step that is not made changes nothing, and
+every wrapper sees the updates as they are added, in every nesting.
 
 A :class:`Landing` says where a step's result goes: into updates, which the caller adds, or into the
 params. Updates that leave a conditional are stored, as zeros if the step was not made, and state is
@@ -30,18 +31,23 @@ import optax
 
 from optax_boost import _conditional
 from optax_boost import _finiteness
+from optax_boost import _form
 from optax_boost import _masking
 from optax_boost import _protocol
 from optax_boost import _tree
 
 # Makes the gradients and the extra arguments of ``update``.
 Gradients: TypeAlias = Callable[[], tuple[optax.Updates, dict[str, Any]]]
+# From a transformation to one with the same states, that changes its updates and new states.
+Change: TypeAlias = Callable[
+  [optax.GradientTransformationExtraArgs], optax.GradientTransformationExtraArgs
+]
 # A scalar bool array, or Python's True for a condition that always holds.
 Condition: TypeAlias = Any
 
 
-def _unchanged(params: Any) -> Any:
-  return params
+def _unchanged(x: Any) -> Any:
+  return x
 
 
 def _replaced(place: Any, new: Any, old: Any) -> Any:
@@ -50,14 +56,16 @@ def _replaced(place: Any, new: Any, old: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Landing:
-  """The destination of a step's result, and the checks and casts on the way.
+  """The destination of a step's result, and what happens to it on the way.
 
   Attributes:
     in_params: whether the result is new params; otherwise it is updates.
     in_place: whether a loop makes the step, in place; else a conditional, which can be
       differentiated in reverse mode.
-    agree: tells whether a flag holds on all devices that make the step together. If given, a step
-      that would make an entry NaN or infinite is not made. None: results are not checked.
+    checks: whether a step is not made that would make an entry NaN or infinite.
+    agree: from a flag to whether it holds on all devices that make the step together.
+    change: from the innermost transformation to the one that is called in its place, of the same
+      states. It changes what happens to updates; the changes of outer wrappers come last.
     cast: casts updates to their final dtypes, before they are added to the params. None: no cast.
     get: from the place where params are kept to the params of the transformation.
     put: from the place, new params and the params before to the new place.
@@ -66,7 +74,9 @@ class Landing:
 
   in_params: bool
   in_place: bool
-  agree: Callable[[jax.Array], jax.Array] | None = None
+  checks: bool = False
+  agree: Callable[[jax.Array], jax.Array] = _unchanged
+  change: Change = _unchanged
   cast: Callable[[optax.Updates], optax.Updates] | None = None
   get: Callable[[Any], optax.Params] = _unchanged
   put: Callable[[Any, optax.Params, optax.Params], Any] = _replaced
@@ -75,8 +85,12 @@ class Landing:
   def checked(self, agree: Callable[[jax.Array], jax.Array]) -> "Landing":
     """The same landing, with the result checked for entries that become NaN or infinite."""
     outer = self.agree
-    both = agree if outer is None else lambda flag: outer(agree(flag))
-    return dataclasses.replace(self, agree=both)
+    return dataclasses.replace(self, checks=True, agree=lambda flag: outer(agree(flag)))
+
+  def changed(self, change: Change) -> "Landing":
+    """The same landing, with a change before the changes of outer wrappers."""
+    outer = self.change
+    return dataclasses.replace(self, change=lambda tx: outer(change(tx)))
 
   def change_if(
     self, condition: Condition, function: Callable[..., Sequence[Any]], *carry: Any
@@ -112,19 +126,31 @@ class Call(NamedTuple):
   Attributes:
     gradients: makes its gradients and extra arguments.
     place: the params, or the place from which the landing gets them.
-    go: whether the step is to be made.
+    go: whether the step is to be made. A wrapper can forbid a step, not force one: the driver adds
+      the conditions of outer wrappers.
     landing: where it lands.
   """
 
   gradients: Gradients
   place: Any
-  go: Condition
-  landing: Landing
+  go: Condition = True
+  landing: Landing = UPDATES
 
   @property
   def params(self) -> Any:
     """The params that the transformation sees; None if ``update`` was called without."""
     return None if self.place is None else self.landing.get(self.place)
+
+  def holds(self, check: Callable[[], jax.Array]) -> jax.Array:
+    """Makes a check if the step is to be made, else returns True."""
+    return self.landing.holds_if(self.go, check)
+
+  def change_if(
+    self, condition: Condition, function: Callable[..., Sequence[Any]], *carry: Any
+  ) -> Sequence[Any]:
+    """``function(*carry)`` if `condition` and the step is to be made, else `carry`; in place."""
+    _, *results = self.landing.change_if(_conditional.both(self.go, condition), function, *carry)
+    return results
 
 
 class Outcome(NamedTuple):
@@ -156,60 +182,59 @@ class Wrapper(Protocol):
   def inner(self) -> optax.GradientTransformationExtraArgs:
     """The transformation about whose steps it decides."""
 
+  def init(self, params: optax.Params) -> Any:
+    """Returns the initial state."""
+
   def before(self, call: Call, state: Any) -> tuple[Call, Any, Any]:
     """Returns the call of `inner`, the new state, and a context for `after`.
 
-    The driver drops new scalars of the state unless ``call.go``. It keeps new arrays, so `before`
-    must leave them unchanged unless ``call.go``.
+    The driver keeps the old state unless ``call.go``.
     """
 
   def after(self, call: Call, outcome: Outcome, state: Any, context: Any) -> tuple[Any, Any]:
-    """Returns the call's result and the new state; `outcome` is the outcome of `inner`'s call."""
+    """Returns the call's result and the new state; `outcome` is the outcome of `inner`'s call.
 
-
-def form_of(update: Callable[..., Any]) -> Any:
-  """The form of an ``update`` of ours; None of any other function.
-
-  ``functools.wraps`` copies attributes, so another function around ours may have our form.
-  """
-  return None if hasattr(update, "__wrapped__") else getattr(update, "form", None)
+    The driver keeps old scalars unless ``call.go``. Arrays change by ``call.change_if``, in place.
+    """
 
 
 def run(tx: optax.GradientTransformation, call: Call, state: Any) -> Outcome:
   """Calls a transformation, through its wrappers."""
-  form = form_of(tx.update)
+  form = _form.form_of(tx.update)
   wrapper: Wrapper | None = None if form is None else form.wrapper
   if form is None or wrapper is None:
     return _make(tx, call, state)
   form.check(call.gradients()[0], state, call.params)
   inner_call, new_state, context = wrapper.before(call, state)
+  new_state = _new_if(call.go, new_state, state)
+  inner_call = inner_call._replace(go=_conditional.both(call.go, inner_call.go))
   outcome = run(wrapper.inner, inner_call, state.inner_state)
-  result, new_state = wrapper.after(call, outcome, new_state, context)
-  new_state = _scalars_if(call.go, new_state, state)
-  new_state = new_state._replace(inner_state=outcome.state, made=jnp.asarray(outcome.made))
+  result, last_state = wrapper.after(call, outcome, new_state, context)
+  last_state = _new_if(call.go, last_state, new_state, scalars_only=True)
+  last_state = last_state._replace(inner_state=outcome.state, made=jnp.asarray(outcome.made))
   # The innermost wrapper that asks for the check counts the steps that it prevents.
   asked = inner_call.landing.agree is not call.landing.agree
   lost = jnp.asarray(False) if asked else outcome.lost
-  return Outcome(result, new_state, outcome.made, lost)
+  return Outcome(result, last_state, outcome.made, lost)
 
 
-def _scalars_if(condition: Condition, new: Any, old: Any) -> Any:
-  """The new state, with the old state's scalars unless `condition`."""
-  if condition is True:
-    return new
+def _new_if(condition: Condition, new: Any, old: Any, *, scalars_only: bool = False) -> Any:
+  """The new state if `condition`, else the old one."""
 
   def select(x: Any, y: Any) -> Any:
-    changes = x is not y and isinstance(x, jax.Array) and not x.shape
-    return jnp.where(condition, x, y) if changes else x
+    return x if scalars_only and jnp.shape(x) else jnp.where(condition, x, y)
 
+  changed = {name: getattr(new, name) for name in new._fields if condition is not True}
+  pairs = {name: (x, getattr(old, name)) for name, x in changed.items()}
   return new._replace(
-    **{name: select(getattr(new, name), getattr(old, name)) for name in new._fields}
+    **{name: jax.tree.map(select, x, y) for name, (x, y) in pairs.items() if x is not y}
   )
 
 
 def _make(tx: optax.GradientTransformation, call: Call, state: Any) -> Outcome:
   """Makes the step of a transformation that is not a wrapper, if ``call.go`` and it is sound."""
   landing = call.landing
+  tx = landing.change(optax.with_extra_args_support(tx))
 
   def update(place: Any, state: Any) -> tuple[Any, optax.Updates, optax.OptState]:
     params = None if place is None else landing.get(place)
@@ -237,10 +262,10 @@ def _make(tx: optax.GradientTransformation, call: Call, state: Any) -> Outcome:
     new, old = updates, jax.tree.map(jnp.zeros_like, updates)
     if params is not None:
       new, old = optax.apply_updates(params, updates), params
-    return landing.agree(_finiteness.none_lost(new, old, moved, state))  # type: ignore[misc]
+    return landing.agree(_finiteness.none_lost(new, old, moved, state))
 
-  if landing.agree is not None:
-    sound = landing.holds_if(call.go, is_sound)
+  if landing.checks:
+    sound = call.holds(is_sound)
   go = _conditional.both(call.go, sound)
   lost = jnp.asarray(False) if sound is True else ~sound
   if go is True:

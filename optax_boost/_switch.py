@@ -20,7 +20,7 @@ _WRAPPERS = {
 }
 
 
-@_protocol.declares(outcome=("made",), replaces=("switch_after",))
+@_protocol.declares(outcome=("made",))
 class SwitchAfterState(NamedTuple):
   """State of :func:`switch_after`.
 
@@ -79,8 +79,30 @@ def switch_after(
   first = _base.check_transformation("first", first)
   second = _base.check_transformation("second", second)
 
-  def init(params: optax.Params) -> SwitchAfterState:
-    first_state, second_state = first.init(params), second.init(params)
+  return _SwitchAfter(step, first, second).transformation()
+
+
+class _SwitchAfter(NamedTuple):
+  """The checked arguments of :func:`switch_after`."""
+
+  step: Any
+  first: optax.GradientTransformationExtraArgs
+  second: optax.GradientTransformationExtraArgs
+
+  def transformation(self) -> optax.GradientTransformationExtraArgs:
+    return _transformation.transformation(
+      _METHOD,
+      SwitchAfterState,
+      self.init,
+      self.act,
+      wraps=(self.first, self.second),
+      allows_complex=True,
+      part_states=("first_state", "second_state"),
+      rebuild=lambda first, second: _SwitchAfter(self.step, first, second).transformation(),
+    )
+
+  def init(self, params: optax.Params) -> SwitchAfterState:
+    first_state, second_state = self.first.init(params), self.second.init(params)
     _refuse_requests("first", first_state)
     _refuse_requests("second", second_state)
     return SwitchAfterState(
@@ -88,18 +110,20 @@ def switch_after(
     )
 
   def act(
-    updates: optax.Updates, state: SwitchAfterState, params: Any, **extra_args: Any
+    self, updates: optax.Updates, state: SwitchAfterState, params: Any, **extra_args: Any
   ) -> tuple[optax.Updates, SwitchAfterState]:
-    from_second, second_state = second.update(updates, state.second_state, params, **extra_args)
+    from_second, second_state = self.second.update(
+      updates, state.second_state, params, **extra_args
+    )
 
     def widened(u: jax.Array, v: jax.Array) -> jax.Array:
       return u.astype(jnp.promote_types(u.dtype, v.dtype))
 
     def of_first(first_state: optax.OptState) -> tuple[optax.Updates, optax.OptState]:
-      out, first_state = first.update(updates, first_state, params, **extra_args)
+      out, first_state = self.first.update(updates, first_state, params, **extra_args)
       return jax.tree.map(widened, out, from_second), first_state
 
-    first_acts = state.count < step
+    first_acts = state.count < self.step
     from_first, first_state = _conditional.update_if(first_acts, of_first, state.first_state)
     from_second = jax.tree.map(widened, from_second, from_first)
     out = jax.tree.map(lambda u, v: jnp.where(first_acts, u, v), from_first, from_second)
@@ -114,10 +138,6 @@ def switch_after(
       second_state=_conditional.cast_like(second_state, state.second_state),
       made=made,
     )
-
-  return _transformation.transformation(
-    _METHOD, SwitchAfterState, init, act, wraps=(first, second), allows_complex=True
-  )
 
 
 def _refuse_requests(name: str, state: optax.OptState) -> None:

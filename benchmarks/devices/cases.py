@@ -125,9 +125,7 @@ CASES = {
   "average_params": Case(
     "average_params", lambda: optax_boost.average_params(_adam(), start=100, every=10)
   ),
-  "layerwise_decay": Case(
-    "layerwise_decay", lambda: optax.chain(_adam(), optax_boost.layerwise_decay(GROUPS))
-  ),
+  "layerwise_decay": Case("layerwise_decay", lambda: optax_boost.layerwise_decay(_adam(), GROUPS)),
   "switch_after": Case("switch_after", lambda: optax_boost.switch_after(100, _sgd(), _adam())),
   "svrg": Case(
     "svrg", lambda: optax.chain(optax_boost.svrg(refresh_every=100), _sgd()), extra=_quadratic

@@ -13,6 +13,7 @@ from optax_boost import _accumulation
 from optax_boost import _average_params
 from optax_boost import _base
 from optax_boost import _centralization
+from optax_boost import _compositions
 from optax_boost import _freezing
 from optax_boost import _less_bn
 from optax_boost import _sequence_lengths
@@ -237,11 +238,13 @@ class AutoBoost:
       layers = _layer_axes.describe(program(), params, flags)
     # From the inside out. A new method joins here and in `_levels`.
     if centralizes:
-      tx = optax.chain(_centralization.centralize(layers=layers), tx)
+      centralize = _centralization.centralize(layers=layers)
+      tx = _compositions.around_innermost(tx, lambda inner: optax.chain(centralize, inner))
       if _levels.CENTRALIZE in on:
         self.effects[_levels.CENTRALIZE] = _centralized(layers)
     if "adasum" in on:
-      tx = _methods.with_adasum(tx, layers, **on["adasum"])
+      adasum = functools.partial(_methods.with_adasum, layers=layers, **on["adasum"])
+      tx = _compositions.around_innermost(tx, adasum)
     if freezing and groups is None:
       if not has_loss:
         raise ValueError(

@@ -9,6 +9,7 @@ arXiv:1706.04983; Howard & Ruder, "Universal Language Model Fine-tuning", arXiv:
 """
 
 from collections.abc import Callable
+from collections.abc import Sequence
 import dataclasses
 import fractions
 import math
@@ -40,14 +41,24 @@ class FreezeSchedule:
       frozen in that step, a scalar integer that is clipped to 0, ..., num_groups - 1.
     learning_rate_scale: a function of the step to the factors of the groups' updates, an array of
       `num_groups` numbers; None: ones.
+    depths: all values of `frozen_groups`, if they are known. Groups that no depth tells apart share
+      their step counts, and groups that every depth freezes need none. None: any.
+    lasts: a function of the step to the number of steps, this one included, for which its depth
+      stays. The train step reads the depth from the device only after them; else it waits in each
+      step until the one before has ended. None: one.
   """
 
   num_groups: int
   frozen_groups: Callable[[jax.Array, jax.Array], jax.typing.ArrayLike]
   learning_rate_scale: Callable[[jax.Array], jax.Array] | None = None
+  depths: Sequence[int] | np.ndarray | None = None
+  lasts: Callable[[jax.Array], jax.typing.ArrayLike] | None = None
 
   def __post_init__(self) -> None:
     object.__setattr__(self, "num_groups", _check_num_groups(self.num_groups))
+    if self.depths is not None:
+      object.__setattr__(self, "depths", _check_depths(self.depths, self.num_groups))
+    _base.check_callable("lasts", self.lasts, "lasts(step)", optional=True)
     _base.check_callable("frozen_groups", self.frozen_groups, "frozen_groups(step, key)")
     _base.check_callable(
       "learning_rate_scale", self.learning_rate_scale, "learning_rate_scale(step)", optional=True
@@ -61,6 +72,13 @@ def scalar_depth(depth: Any) -> jax.Array:
   words = "a scalar integer, how many groups are frozen"
   _check_returned("frozen_groups(step, key)", depth, (), jnp.integer, words)
   return jnp.asarray(depth)
+
+
+def steps_with_depth(lasts: Any) -> jax.Array:
+  """Raises TypeError unless a schedule returned for how many steps its depth stays."""
+  lasts = np.int32(lasts) if _base.is_integer(lasts) else lasts
+  _check_returned("lasts(step)", lasts, (), jnp.integer, "a scalar integer, a number of steps")
+  return jnp.asarray(lasts).astype(jnp.int32)
 
 
 def scale_per_group(scale: Any, num_groups: int) -> jax.Array:
@@ -81,6 +99,17 @@ def _check_returned(call: str, value: Any, shape: tuple[int, ...], kind: Any, wo
 def _check_num_groups(num_groups: Any) -> int:
   _base.check_whole_number("num_groups", num_groups, maximum=_MOST_GROUPS, static=True)
   return int(num_groups)
+
+
+def _check_depths(depths: Any, num_groups: int) -> tuple[int, ...]:
+  values = tuple(np.asarray(depths).tolist()) if np.ndim(depths) == 1 else ()
+  fits = values and all(map(_base.is_integer, values))
+  if not (fits and min(values) >= 0 and max(values) < num_groups):
+    raise ValueError(
+      f"`depths` must be integers from 0 to {num_groups - 1}, how many groups a step may freeze;"
+      f" got {_base.shorten(depths)}."
+    )
+  return tuple(sorted(set(values)))
 
 
 def _spread_depths(num_groups: Any, max_depths: Any) -> np.ndarray:
@@ -160,7 +189,12 @@ def continuous_freezing(
   def frozen_groups(count: jax.Array, key: jax.Array) -> jax.Array:
     return jnp.asarray(depths)[jnp.maximum(count % turn - full + 1, 0)]
 
-  return FreezeSchedule(num_groups, frozen_groups)
+  return FreezeSchedule(
+    num_groups,
+    frozen_groups,
+    depths=depths if full else depths[1:],
+    lasts=lambda count: jnp.maximum(full - count % turn, 1),
+  )
 
 
 def interval_freezing(
@@ -197,7 +231,7 @@ def interval_freezing(
     freezes = jnp.where(count > 1, jnp.asarray(pattern)[(count - 2) % len(pattern)], count == 1)
     return jnp.where(freezes, jnp.asarray(depths)[interval_depth(uniform, len(depths))], 0)
 
-  return FreezeSchedule(num_groups, frozen_groups)
+  return FreezeSchedule(num_groups, frozen_groups, depths=depths)
 
 
 def _interval_pattern(share: float) -> np.ndarray:
@@ -277,15 +311,26 @@ def progressive_freezing(
   ends = np.maximum(np.round(total_steps * (start + (1 - start) * place**exponent)), 1)
   # The time of a group is the end of the last depth at which it is not frozen.
   times = ends[np.searchsorted(depths, np.arange(num_groups), side="right") - 1]
+  # The last depth stays for ever.
+  changes = np.append(ends[:-1], _base.LARGEST_COUNT).astype(np.int32)
+
+  def period(count: jax.Array) -> jax.Array:
+    return jnp.sum(count >= changes[:-1], dtype=jnp.int32)
 
   def frozen_groups(count: jax.Array, key: jax.Array) -> jax.Array:
-    return jnp.asarray(depths)[jnp.sum(count >= ends[:-1].astype(np.int32), dtype=jnp.int32)]
+    return jnp.asarray(depths)[period(count)]
 
   def learning_rate_scale(count: jax.Array) -> jax.Array:
     passed = jnp.minimum(jnp.asarray(count, jnp.float32) / jnp.asarray(times, jnp.float32), 1.0)
     return 0.5 * (1 + jnp.cos(jnp.pi * passed))
 
-  return FreezeSchedule(num_groups, frozen_groups, learning_rate_scale if anneal else None)
+  return FreezeSchedule(
+    num_groups,
+    frozen_groups,
+    learning_rate_scale if anneal else None,
+    depths,
+    lambda count: jnp.asarray(changes)[period(count)] - count,
+  )
 
 
 def fixed_freezing(num_groups: int, frozen_groups: int) -> FreezeSchedule:
@@ -308,7 +353,12 @@ def fixed_freezing(num_groups: int, frozen_groups: int) -> FreezeSchedule:
   _base.check_whole_number(
     "frozen_groups", frozen_groups, minimum=0, maximum=num_groups - 1, static=True
   )
-  return FreezeSchedule(num_groups, lambda count, key: jnp.full_like(count, frozen_groups))
+  return FreezeSchedule(
+    num_groups,
+    lambda count, key: jnp.full_like(count, frozen_groups),
+    depths=(frozen_groups,),
+    lasts=lambda count: jnp.full_like(count, _base.LARGEST_COUNT),
+  )
 
 
 def gradual_unfreezing(
@@ -345,4 +395,10 @@ def gradual_unfreezing(
   def frozen_groups(count: jax.Array, key: jax.Array) -> jax.Array:
     return jnp.asarray(allowed)[jnp.maximum(num_groups - 1 - count // every, 0)]
 
-  return FreezeSchedule(num_groups, frozen_groups)
+  def lasts(count: jax.Array) -> jax.Array:
+    depth = jnp.asarray(allowed)[jnp.maximum(num_groups - 1 - count // every, 0)]
+    # It stays until one group less than the depth would be frozen.
+    thaw = (num_groups - depth) * every
+    return jnp.where(depth == 0, _base.LARGEST_COUNT, thaw - count)
+
+  return FreezeSchedule(num_groups, frozen_groups, depths=depths, lasts=lasts)

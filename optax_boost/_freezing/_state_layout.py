@@ -1,11 +1,14 @@
 """Finds the leaves of an inner optimizer's state that belong to params, and its step counts.
 
-A step count beside trees of the params' structure counts the steps of these moments: ``count`` of
-``optax.ScaleByAdamState``, by which Adam corrects the bias of `mu` and `nu`. A count that is alone
-in its state counts the steps of the run, as in ``optax.ScaleByScheduleState``.
+In optax, a step count beside trees of the params' structure counts the steps of these moments:
+``count`` of ``optax.ScaleByAdamState``, by which Adam corrects the bias of `mu` and `nu`. A count
+that is alone in its state counts the steps of the run, as in ``optax.ScaleByScheduleState``. In
+states of other authors a count beside moments may be both, as a learning rate schedule in one
+function with the moments reads it: the user says which.
 """
 
 from collections.abc import Callable
+from collections.abc import Iterator
 from collections.abc import Sequence
 import dataclasses
 import functools
@@ -18,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from optax_boost import _compositions
 from optax_boost import _tree
 from optax_boost._trace import _layer_groups
 
@@ -91,31 +95,62 @@ class StateLayout:
   """The owners of the leaves of an inner optimizer's state, in the order of ``jax.tree.leaves``.
 
   Attributes:
+    structure: the structure of the state.
     groups: the group of each leaf that belongs to a leaf of the params; None for other leaves.
-    counts: the places of the step counts that belong to moments.
-    unclear: the types of states whose integers may or may not belong to their moments.
+    counts: the places of the step counts that are kept for each group.
+    shared: the types of states whose counts may be the moments', and are kept as the run's.
+    assumed: the types of other authors' states whose counts are kept for each group.
+    hidden: the transformations whose counts are kept as the run's, since their parts can't be
+      called one by one.
   """
 
+  structure: Any
   groups: Sequence[LeafGroup | None]
   counts: Sequence[int]
-  unclear: Sequence[str]
+  shared: Sequence[str]
+  assumed: Sequence[str]
+  hidden: Sequence[str]
 
-  def select(
-    self, choose: Callable[[_layer_groups.GroupNumber, Any, Any], Any], before: Any, after: Any
-  ) -> Any:
-    """Combines two states: ``choose(group, before, after)``; leaves of no group are those after."""
+  @property
+  def owners(self) -> Any:
+    """The groups in the structure of the state; -1 for leaves that belong to no leaf."""
+    return jax.tree.unflatten(self.structure, [-1 if g is None else g for g in self.groups])
 
-    def of_leaf(group: LeafGroup | None, old: Any, new: Any) -> Any:
-      if group is None:
-        return new
-      number = group.numbers_for(jnp.shape(new)) if isinstance(group, StackedGroups) else group
-      return choose(number, old, new)
+  @property
+  def places(self) -> Any:
+    """The number of each count among `counts`, in the structure of the state; -1 for others."""
+    numbers = {place: number for number, place in enumerate(self.counts)}
+    leaves = [numbers.get(place, -1) for place in range(len(self.groups))]
+    return jax.tree.unflatten(self.structure, leaves)
 
-    structure: Any
-    leaves, structure = jax.tree.flatten(after)
-    return jax.tree.unflatten(
-      structure, list(map(of_leaf, self.groups, jax.tree.leaves(before), leaves))
-    )
+
+def below(tree: Any, wrappers: int) -> Any:
+  """The state, or a tree of its structure, below a number of wrappers of ours."""
+  for _ in range(wrappers):
+    tree = tree.inner_state
+  return tree
+
+
+def select(
+  owners: Any,
+  choose: Callable[[_layer_groups.GroupNumber, Any, Any], Any],
+  before: Any,
+  after: Any,
+) -> Any:
+  """Combines two states: ``choose(group, before, after)``; leaves of no group are those after.
+
+  `owners` are the groups of the leaves, in the structure of the states.
+  """
+
+  def select_leaf(group: LeafGroup, old: Any, new: Any) -> Any:
+    if group == -1:
+      return new
+    number = group.numbers_for(jnp.shape(new)) if isinstance(group, StackedGroups) else group
+    return choose(number, old, new)
+
+  leaves, structure = jax.tree.flatten(after)
+  kept = map(select_leaf, jax.tree.leaves(owners), jax.tree.leaves(before), leaves)
+  return jax.tree.unflatten(structure, list(kept))
 
 
 class _OfParams:
@@ -131,8 +166,13 @@ class _OfParams:
     self.groups: list[LeafGroup] = jax.tree.leaves(masked_or_group)
 
 
-def find_layout(inner: optax.GradientTransformation, state: Any, groups: Any) -> StateLayout:
-  """The layout of a state; `groups` are the groups of the params' leaves by :func:`leaf_groups`."""
+def find_layout(
+  inner: optax.GradientTransformation, state: Any, groups: Any, owner_of_counts: str | None = None
+) -> StateLayout:
+  """The layout of a state; `groups` are the groups of the params' leaves by :func:`leaf_groups`.
+
+  `owner_of_counts` says whose the counts are beside moments: "group", "run"; None: as documented.
+  """
   try:
     marked = optax.tree.map_params(
       inner, _OfParams, state, groups, transform_non_params=lambda x: x, is_leaf=lambda _: True
@@ -146,7 +186,7 @@ def find_layout(inner: optax.GradientTransformation, state: Any, groups: Any) ->
     ) from error
   groups_of_state: list[LeafGroup | None] = []
   counts: list[int] = []
-  unclear: dict[str, None] = {}
+  names: dict[str, dict[str, None]] = {"unclear": {}, "assumed": {}}
 
   def visit(node: Any) -> None:
     if isinstance(node, _OfParams):
@@ -157,15 +197,46 @@ def find_layout(inner: optax.GradientTransformation, state: Any, groups: Any) ->
       groups_of_state.append(None)
       return
     kind = _kind_of_counts(node, children)
-    if kind == "unclear":
-      unclear[type(node).__name__] = None
+    if kind in names and owner_of_counts is None:
+      names[kind][type(node).__name__] = None
+    kept = ("moments", "assumed", *(("unclear",) if owner_of_counts == "group" else ()))
     for _, child in children:
-      if kind == "moments" and _is_counter(child):
+      if kind in kept and _is_counter(child):
         counts.append(len(groups_of_state))
       visit(child)
 
   visit(marked)
-  return StateLayout(groups_of_state, counts, list(unclear))
+  if owner_of_counts == "run":
+    counts.clear()
+  layout = StateLayout(
+    jax.tree.structure(state),
+    groups_of_state,
+    counts,
+    shared=list(names["unclear"]),
+    assumed=list(names["assumed"]),
+    hidden=[],
+  )
+  if owner_of_counts is not None:
+    return layout
+  hidden = dict(_hidden_counts(inner.update, layout.places))
+  visible = [place for number, place in enumerate(counts) if number not in hidden]
+  return dataclasses.replace(layout, counts=visible, hidden=sorted(set(hidden.values())))
+
+
+def _hidden_counts(update: Callable[..., Any], places: Any) -> Iterator[tuple[int, str]]:
+  """The numbers of counts inside what holds parts that can't be called one by one, and its name."""
+  numbers = [number for number in jax.tree.leaves(places) if number >= 0]
+  held = _compositions.parts(update) if numbers else []
+  if not held:
+    return
+  states = _compositions.states_of_parts(update, places)
+  if states is None:
+    name = _compositions.name_in_optax(update)
+    called = f"optax.{name}" if name else getattr(update, "__qualname__", repr(update))
+    yield from ((number, called) for number in numbers)
+    return
+  for part, state in zip(held, states, strict=True):
+    yield from _hidden_counts(part, state)
 
 
 def _children(node: Any) -> list[tuple[str, Any]] | None:
@@ -177,7 +248,7 @@ def _children(node: Any) -> list[tuple[str, Any]] | None:
 
 
 def _kind_of_counts(node: Any, children: list[tuple[str, Any]]) -> str:
-  """Whether the counters in a node belong to "moments", to the "run", or are "unclear"."""
+  """Whose the counters in a node are: "moments", "run", "unclear", or "assumed" of moments."""
   counters = [name for name, child in children if _is_counter(child)]
   # The methods of this package count the steps of the run.
   if not counters or type(node).__module__.partition(".")[0] == _PACKAGE:
@@ -198,7 +269,9 @@ def _kind_of_counts(node: Any, children: list[tuple[str, Any]]) -> str:
   # Scalars may be estimates made of all leaves, as in Prodigy. Arrays that belong to no leaf are
   # settings, as the coefficients of Muon.
   has_scalars = any(jax.tree_util.all_leaves([x]) and jnp.ndim(x) == 0 for x in remaining)
-  return "unclear" if is_wrapper or has_scalars else "moments"
+  if is_wrapper or has_scalars:
+    return "unclear"
+  return "moments" if type(node).__module__.partition(".")[0] == "optax" else "assumed"
 
 
 def _is_counter(value: Any) -> bool:

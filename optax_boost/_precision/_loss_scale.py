@@ -75,8 +75,8 @@ class DynamicLossScaleState(NamedTuple):
     growth_count: scalar int32, the steps without an overflow since the last one, or since the scale
       last grew.
     hysteresis_count: scalar int32, overflows since the scale last grew.
-    notfinite_count: scalar int32, steps that were not made since a gradient was not finite, or a
-      param or the inner state would not have been.
+    notfinite_count: scalar int32, steps that were not made since a gradient was not finite, or with
+      ``check="updates"`` since a param or the inner state would not have been.
     hidden: the paths of leaves that ``optax.masked`` hides from the method, without arrays. The
       train step takes the scale off their gradients.
     inner_state: the inner optimizer's state.
@@ -103,17 +103,16 @@ def dynamic_loss_scale(
   minimum: jax.typing.ArrayLike = 1.0,
   maximum: jax.typing.ArrayLike = 2.0**24,
   axis_name: str | tuple[str, ...] | None = None,
-  check: Literal["updates", "gradients"] = "updates",
+  check: Literal["gradients", "updates"] = "gradients",
 ) -> optax.GradientTransformationExtraArgs:
   r"""Unscales the gradients of a scaled loss, and skips the steps that overflowed.
 
   The loss must be multiplied by the state's `loss_scale` before it is differentiated:
   :func:`make_train_step` does it; by hand, read ``optax.tree.get(opt_state, "loss_scale")``.
 
-  A step whose unscaled gradients are not finite changes the scale and the counters only. A step in
-  which a param or the inner state would turn NaN or infinite, as params in float16 that overflow,
-  changes the counters only. Inside ``optax.partition`` and ``optax.masked``
-  :func:`make_train_step` takes the scale off the gradients of the other leaves.
+  A step whose unscaled gradients are not finite changes the scale and the counters only. Inside
+  ``optax.partition`` and ``optax.masked`` :func:`make_train_step` takes the scale off the gradients
+  of the other leaves.
 
   Args:
     inner: the optimizer; gradients and its state are in at least float32. For float16 params put
@@ -129,9 +128,10 @@ def dynamic_loss_scale(
     maximum: cap of the scale.
     axis_name: inside ``shard_map``, the mesh axes over which the gradients differ: one device's
       overflow then counts for all.
-    check: ``"updates"`` computes each step once more, ahead, to see whether its result is finite.
-      ``"gradients"`` looks at the gradients alone, in less time: a NaN that `inner` makes of finite
-      gradients, as ``optax.adam(eps=0)`` does, then goes into params and state.
+    check: ``"gradients"`` skips a step whose gradients are not finite. A NaN that `inner` makes of
+      finite gradients, as ``optax.adam(eps=0)`` does, goes into params and state; the next
+      gradients are NaN, so that steps are skipped and counted. ``"updates"`` computes each step
+      once more, ahead, and skips one whose result would not be finite, for more time.
 
   Returns:
     An :class:`optax.GradientTransformationExtraArgs`. The extra arguments `grad` and `grad_fn` are
@@ -178,7 +178,7 @@ def dynamic_loss_scale(
   known = _base.concrete_number(maximum)
   largest = math.inf if known is None else float(known)
   method = _LossScale(inner, initial_scale, largest, next_scale, axis_name, check == "updates")
-  return _transformation.wrapper(_METHOD, DynamicLossScaleState, method.init, method)
+  return _transformation.wrapper(_METHOD, DynamicLossScaleState, method, changes="half")
 
 
 def _check_scales(minimum: Any, initial_scale: Any, maximum: Any) -> None:
@@ -232,10 +232,9 @@ class _LossScale:
       grads, _ = call.gradients()
       return self._agree(_finiteness.all_finite(grads, state.loss_scale, divide))
 
-    finite = call.landing.holds_if(call.go, are_finite)
+    finite = call.holds(are_finite)
     # A loss scale inside must see every overflow, or it would never shrink.
-    nested = _protocol.scales_loss(state.inner_state)
-    go = call.go if nested else _conditional.both(call.go, finite)
+    go = True if _protocol.scales_loss(state.inner_state) else finite
     scale, count, overflows = self.next_scale(
       state.loss_scale, state.growth_count, state.hysteresis_count, finite
     )
@@ -260,7 +259,7 @@ class _LossScale:
     if self.checks_updates:
       landing = landing.checked(self._agree)
     # Inside another loss scale gradients are float32 already; the outer one casts the updates.
-    if landing.cast is None and not _protocol.declaring_states(state.inner_state, "rounds"):
+    if landing.cast is None:
       landing = dataclasses.replace(landing, cast=_cast_to(call.gradients()[0], call.params))
     return landing
 

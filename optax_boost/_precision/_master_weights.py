@@ -17,7 +17,7 @@ from optax_boost._precision import _widened
 
 
 @_protocol.declares(
-  metrics=("master_weights/notfinite_count",), outcome=("made",), rounds=("master_weights",)
+  metrics=("master_weights/notfinite_count",), outcome=("made",)
 )
 class MasterWeightsState(NamedTuple):
   """State of :func:`master_weights`.
@@ -25,8 +25,8 @@ class MasterWeightsState(NamedTuple):
   Attributes:
     master_params: tree of the params' structure, the weights in at least float32.
     count: scalar int32, steps made.
-    notfinite_count: scalar int32, steps that were not made since a master or the inner state would
-      not have been finite.
+    notfinite_count: scalar int32, steps that were not made since a gradient was not finite, or with
+      ``check="updates"`` since a master or the inner state would not have been.
     key: raw key data of the generator for stochastic rounding, or None.
     inner_state: the inner optimizer's state, of the masters.
     made: scalar bool, whether the last call made a step.
@@ -45,16 +45,16 @@ def master_weights(
   *,
   key: jax.Array | int | None = None,
   axis_name: str | tuple[str, ...] | None = None,
-  check: Literal["updates", "gradients"] = "updates",
+  check: Literal["gradients", "updates"] = "gradients",
 ) -> optax.GradientTransformationExtraArgs:
   r"""Trains float32 masters of half-precision params; the params are always their rounding.
 
   The inner optimizer sees the masters as its params, and the gradients in float32. Its updates
   move the masters; the returned updates move the params to the masters' rounding.
 
-  A step in which a master or the inner state would turn NaN or infinite changes nothing and is
-  counted. A master beyond the range of the params' dtype is rounded to the range's end. If a param
-  is changed between two steps (by ``optax.lookahead`` or a projection), its master is set to it.
+  A step whose gradients are not finite changes nothing and is counted. A master beyond the range
+  of the params' dtype is rounded to the range's end. If a param is changed between two steps (by
+  ``optax.lookahead`` or a projection), its master is set to it.
 
   Args:
     inner: the optimizer of the masters.
@@ -63,9 +63,10 @@ def master_weights(
     axis_name: inside ``shard_map``, the mesh axes over which gradients or params differ, so that
       all devices make a step or none does. Without it, a bad gradient on one device deadlocks a
       program whose inner optimizer has collectives. Not needed under ``jit``.
-    check: ``"updates"`` computes each step once more, ahead, to see whether its result is finite.
-      ``"gradients"`` looks at the gradients alone, in less time: a NaN that `inner` makes of finite
-      gradients, as ``optax.adam(eps=0)`` does, then goes into masters and state.
+    check: ``"gradients"`` skips a step whose gradients are not finite. A NaN that `inner` makes of
+      finite gradients, as ``optax.adam(eps=0)`` does, goes into masters and state; the next
+      gradients are NaN, so that steps are skipped and counted. ``"updates"`` computes each step
+      once more, ahead, and skips one whose result would not be finite, for more time.
 
   Returns:
     An :class:`optax.GradientTransformationExtraArgs` that needs `params`. Updates are float32

@@ -21,15 +21,14 @@ from optax_boost._precision import _widened
 @_protocol.declares(
   metrics=("stochastic_rounding/notfinite_count",),
   outcome=("made",),
-  rounds=("stochastic_rounding",),
 )
 class StochasticRoundingState(NamedTuple):
   """State of :func:`stochastic_rounding`.
 
   Attributes:
     count: scalar int32, steps made.
-    notfinite_count: scalar int32, steps that were not made since a param in float32 or the inner
-      state would not have been finite.
+    notfinite_count: scalar int32, steps that were not made since a gradient was not finite, or with
+      ``check="updates"`` since a param in float32 or the inner state would not have been.
     key: raw key data of the generator; each step's key is made of it and `count`.
     inner_state: the inner optimizer's state, of the params in float32.
     made: scalar bool, whether the last call made a step.
@@ -47,7 +46,7 @@ def stochastic_rounding(
   key: jax.Array | int,
   *,
   axis_name: str | tuple[str, ...] | None = None,
-  check: Literal["updates", "gradients"] = "updates",
+  check: Literal["gradients", "updates"] = "gradients",
 ) -> optax.GradientTransformationExtraArgs:
   r"""Trains half-precision params without float32 masters, rounded right on average.
 
@@ -61,9 +60,8 @@ def stochastic_rounding(
   gradients in float32, and the sum is made in float32. :func:`master_weights` needs 4 bytes more
   per param and has no noise.
 
-  A step in which a param in float32 or the inner state would turn NaN or infinite changes nothing
-  and is counted. A param beyond the range of its dtype is rounded to the range's end. Params that
-  are NaN or infinite stay so.
+  A step whose gradients are not finite changes nothing and is counted. A param beyond the range of
+  its dtype is rounded to the range's end. Params that are NaN or infinite stay so.
 
   Args:
     inner: the optimizer. Its state is in float32, unless it was told otherwise.
@@ -72,9 +70,10 @@ def stochastic_rounding(
     axis_name: inside ``shard_map``, the mesh axes over which gradients or params differ, so that
       all devices make a step or none does. Without it, a bad gradient on one device deadlocks a
       program whose inner optimizer has collectives. Not needed under ``jit``.
-    check: ``"updates"`` computes each step once more, ahead, to see whether its result is finite.
-      ``"gradients"`` looks at the gradients alone, in less time: a NaN that `inner` makes of finite
-      gradients, as ``optax.adam(eps=0)`` does, then goes into params and state.
+    check: ``"gradients"`` skips a step whose gradients are not finite. A NaN that `inner` makes of
+      finite gradients, as ``optax.adam(eps=0)`` does, goes into params and state; the next
+      gradients are NaN, so that steps are skipped and counted. ``"updates"`` computes each step
+      once more, ahead, and skips one whose result would not be finite, for more time.
 
   Returns:
     An :class:`optax.GradientTransformationExtraArgs` that needs `params`. Updates are float32

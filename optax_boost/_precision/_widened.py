@@ -57,14 +57,12 @@ class WideOptimizer:
     def gradients() -> tuple[optax.Updates, dict[str, Any]]:
       return _wide_arguments(*call.gradients(), params)
 
-    # By default the result is checked: `inner` may handle gradients that are not finite.
-    go, finite = call.go, jnp.asarray(True)
-    # A loss scale inside must see every overflow: it skips these steps itself.
+    go: _skippable.Condition = True
+    finite = jnp.asarray(True)
+    # If the result is checked, `inner` may handle gradients that are not finite. A loss scale
+    # inside must see every overflow: it skips these steps itself.
     if not self.checks_updates and not _protocol.scales_loss(state.inner_state):
-      finite = call.landing.holds_if(
-        call.go, lambda: self._agree(_finiteness.all_finite(call.gradients()[0]))
-      )
-      go = _conditional.both(call.go, finite)
+      go = finite = call.holds(lambda: self._agree(_finiteness.all_finite(call.gradients()[0])))
     place = call.place, getattr(state, "master_params", None)
     return _skippable.Call(gradients, place, go, self._landing(call.landing, state)), state, finite
 
@@ -155,7 +153,7 @@ def make(
     axis_name,
     check == "updates",
   )
-  return _transformation.wrapper(method, state_type, optimizer.init, optimizer, needs_params=True)
+  return _transformation.wrapper(method, state_type, optimizer, needs_params=True, keeps="rounding")
 
 
 def _widen_tree(tree: Any) -> Any:

@@ -34,9 +34,7 @@ from optax_boost._trace import _layer_axes
 _METHOD = "laperm"
 
 
-@_protocol.declares(
-  exact=("permuted_params",), exact_if=("synced",), outcome=("made",), replaces=("laperm",)
-)
+@_protocol.declares(exact=("permuted_params",), exact_if=("synced",), outcome=("made",))
 class LapermState(NamedTuple):
   """State of :func:`laperm`: two copies of the params and the inner state.
 
@@ -123,10 +121,7 @@ def laperm(
   if not callable(sync_every):
     _base.check_whole_number("sync_every", sync_every)
   cutter = _layout.Cutter(_METHOD, layout, layers, exclude)
-  method = _Laperm(inner, sync_every, cutter)
-  return _transformation.transformation(
-    _METHOD, LapermState, method.init, method.step, wraps=(inner,), needs_params=True
-  )
+  return _Laperm(inner, sync_every, cutter).transformation()
 
 
 class _Laperm(NamedTuple):
@@ -135,6 +130,17 @@ class _Laperm(NamedTuple):
   inner: optax.GradientTransformationExtraArgs
   sync_every: Any
   cutter: _layout.Cutter
+
+  def transformation(self) -> optax.GradientTransformationExtraArgs:
+    return _transformation.transformation(
+      _METHOD,
+      LapermState,
+      self.init,
+      self.step,
+      wraps=(self.inner,),
+      needs_params=True,
+      rebuild=lambda inner: self._replace(inner=inner).transformation(),
+    )
 
   def init(self, params: optax.Params) -> LapermState:
     layouts = self.cutter.for_init(params)

@@ -46,9 +46,7 @@ from optax_boost._trace import _layer_axes
 _METHOD = "sgperm"
 
 
-@_protocol.declares(
-  metrics=("sgperm/notfinite_count",), exact=("permuted_params",), normalizes=("SgpermState",)
-)
+@_protocol.declares(metrics=("sgperm/notfinite_count",), exact=("permuted_params",))
 class SgpermState(NamedTuple):
   """State of :func:`sgperm`: three copies of the params, four with ``method="rank"``.
 

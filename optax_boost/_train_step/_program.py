@@ -16,7 +16,6 @@ itself. Closures that no transformation calls cost nothing; their aux and statis
 Leaves that ``optax.masked`` and ``optax.partition`` hide have their current values.
 """
 
-from collections.abc import Callable
 from collections.abc import Mapping
 import dataclasses
 import functools
@@ -28,8 +27,9 @@ import optax
 
 from optax_boost import _apply_gradients
 from optax_boost import _base
+from optax_boost import _compositions
+from optax_boost import _own_state
 from optax_boost import _protocol
-from optax_boost import _transformation
 from optax_boost import _types
 from optax_boost._trace import _layer_axes
 from optax_boost._train_step import _loss
@@ -69,9 +69,6 @@ class Program:
   weight: str | _types.WeightFn | None
   # Warnings that were given, each once: a step is traced again for each depth and shape of a batch.
   warnings_given: set[str] = dataclasses.field(default_factory=set)
-  # Likewise: by the types of params and optimizer states that were compared, the `init` that made
-  # the optimizer state to compare with.
-  states_checked: dict[Any, Callable[..., Any]] = dataclasses.field(default_factory=dict)
 
   def loss(
     self, params: optax.Params, model_state: _types.Tree, batch: _types.Tree, *rngs: jax.Array
@@ -107,8 +104,8 @@ class Program:
     the state's.
     """
     _base.check_key("rng", rng)
+    _own_state.check(self.tx, state.opt_state, state.params)
     rngs = () if rng is None else (jax.random.fold_in(rng, state.step),)
-    self._check_opt_state(state)
     arguments = (state.model_state, batch, *rngs)
     traced = _traced_loss.TracedLoss(self.loss, state.params, arguments)
     scaling = _requests.scale_request(state.opt_state, state.params)
@@ -116,7 +113,7 @@ class Program:
     if freezing is not None and depth is None:
       self._warn_once(_TRACED_DEPTH)
     # A method that asks for the layers needs the traced program, which then gives the loss, too.
-    asks_for_layers = _transformation.names_extra_argument(self.tx, "layers")
+    asks_for_layers = _compositions.names_extra_argument(self.tx, "layers")
     loss = traced if asks_for_layers else lambda params: self.loss(params, *arguments)
     objective = _objective.Objective(loss, traced, scaling, freezing)
     (value, (model_state, aux)), grad = objective.value_and_grad(state.params)
@@ -132,15 +129,10 @@ class Program:
     if self.weight is not None:
       extra["weight"] = self._weight(batch, aux)
       # A transformation of the user's own may name the argument.
-      is_named = _transformation.names_extra_argument(self.tx, "weight")
+      is_named = _compositions.names_extra_argument(self.tx, "weight")
       if not (is_named or _protocol.is_requested(state.opt_state, _protocol.WEIGHT_SUM)):
         self._warn_once(_UNUSED_WEIGHT)
-    try:
-      params, opt_state = _apply_gradients.step_in_place(self.tx, grad, opt_state, start, extra)
-    except (AttributeError, TypeError, ValueError) as error:
-      _state.explain_other_state(error, state, self.tx)
-      raise
-    _state.check_shapes(state.params, params)
+    params, opt_state = _apply_gradients.step_in_place(self.tx, grad, opt_state, start, extra)
     metrics = {"loss": value, **_protocol.read_metrics(opt_state)}
     if freezing is not None:
       # Of this step; the new state holds the next one's.
@@ -159,13 +151,6 @@ class Program:
     new_state = _state.TrainState(params, opt_state, model_state, state.step + 1)
     new_state = jax.tree.map(_state.drop_weak_type, new_state)
     return _state.keep_placement(new_state, state, placement), metrics
-
-  def _check_opt_state(self, state: _state.TrainState) -> None:
-    types = jax.tree.map(jax.typeof, (state.params, state.opt_state))
-    signature = (jax.tree.structure(types), *jax.tree.leaves(types))
-    if self.states_checked.get(signature) is not self.tx.init:
-      _state.check_opt_state(self.tx, state.params, state.opt_state)
-      self.states_checked[signature] = self.tx.init
 
   def _weight(self, batch: _types.Tree, aux: Any) -> Any:
     """The weight of a batch among the micro-batches of :func:`accumulate`."""

@@ -10,8 +10,8 @@ import numpy as np
 import optax
 
 from optax_boost import _arrays
+from optax_boost import _compositions
 from optax_boost import _protocol
-from optax_boost import _transformation
 from optax_boost import _tree
 from optax_boost._trace import _layer_groups
 
@@ -102,7 +102,7 @@ def freeze_request(
 def _group_numbers(
   tx: optax.GradientTransformation, state: Any, params: optax.Params
 ) -> list[_layer_groups.GroupNumber]:
-  forms = _transformation.forms(tx)
+  forms = _compositions.forms(tx)
   assignments = [form.frozen_groups for form in forms if form.frozen_groups is not None]
   if len(assignments) != 1:
     raise ValueError(

@@ -10,7 +10,6 @@ import optax
 
 from optax_boost import _arrays
 from optax_boost import _base
-from optax_boost import _own_state
 from optax_boost import _tree
 from optax_boost import _types
 
@@ -185,66 +184,9 @@ def keep_placement(
   return _tree.map_with(place, state, shardings)
 
 
-def check_shapes(before: optax.Params, after: optax.Params) -> None:
-  """Refuses updates that broadcast the params, as an optimizer state of other params makes them."""
-  for (path, old), new in zip(
-    jax.tree.leaves_with_path(before), jax.tree.leaves(after), strict=True
-  ):
-    if jnp.shape(old) != jnp.shape(new):
-      raise ValueError(
-        "`state.opt_state` must be the state of this optimizer for these params; with it, a step"
-        f" turns params{jax.tree_util.keystr(path)} of shape {jnp.shape(old)} into one of shape"
-        f" {jnp.shape(new)}."
-      )
-
-
 def drop_weak_type(leaf: Any) -> jax.Array:
   """An array of a dtype of its own; a weak one would compile the next step again."""
   # Typed PRNG keys have no weak type.
   if isinstance(leaf, jax.Array) and not getattr(leaf, "weak_type", False):
     return leaf
   return jnp.asarray(leaf, jnp.result_type(leaf))
-
-
-def check_opt_state(
-  tx: optax.GradientTransformation, params: optax.Params, opt_state: optax.OptState
-) -> None:
-  """Refuses arrays of an optimizer state that would broadcast against those of these params."""
-  expected = _own_state.expected_state(tx.init, params)
-  if expected is None or _shapes_and_dtypes(expected) == _shapes_and_dtypes(opt_state):
-    return
-  if difference := _own_state.array_difference(expected, opt_state):
-    raise ValueError(
-      "`state.opt_state` must be the state of this optimizer for these params;"
-      f" {difference}. {_MAKE_OR_RESTORE}"
-    )
-
-
-def _shapes_and_dtypes(tree: _types.Tree) -> Any:
-  leaves, structure = jax.tree.flatten(tree)
-  return [(jnp.shape(leaf), jnp.result_type(leaf)) for leaf in leaves], structure
-
-
-def explain_other_state(
-  error: Exception, state: TrainState, tx: optax.GradientTransformation
-) -> None:
-  """Raises an error of its own where an update failed on the state of another optimizer."""
-  if difference := other_opt_state(tx, state.params, state.opt_state):
-    raise TypeError(
-      "`state` must hold the optimizer state that `step.init(params)` made, of the same"
-      f" transformation and params; {difference}. {_MAKE_OR_RESTORE}"
-    ) from error
-
-
-_MAKE_OR_RESTORE = (
-  "Make it with `step.init(params)`; a checkpoint must be restored into the structure of"
-  " `step.init(params)`."
-)
-
-
-def other_opt_state(
-  tx: optax.GradientTransformation, params: optax.Params, opt_state: optax.OptState
-) -> str:
-  """What tells an optimizer state from that of this optimizer for these params; "": nothing."""
-  expected = _own_state.expected_state(tx.init, params)
-  return "" if expected is None else _own_state.difference(expected, opt_state)

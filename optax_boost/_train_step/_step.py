@@ -1,6 +1,5 @@
 """The jitted train step: its state, its calls, its options."""
 
-from collections.abc import Callable
 from collections.abc import Iterable
 from typing import Any
 
@@ -14,6 +13,7 @@ from optax_boost import _protocol
 from optax_boost import _tree
 from optax_boost import _types
 from optax_boost._trace import _layer_axes
+from optax_boost._train_step import _depth
 from optax_boost._train_step import _loss
 from optax_boost._train_step import _program
 from optax_boost._train_step import _state
@@ -26,8 +26,8 @@ class TrainStep:
     self.program = program
     donated = (0,) if donate else ()
     self._step = jax.jit(program.step, donate_argnums=donated, static_argnums=(4, 5))
-    # How to read the number of frozen groups from optimizer states, by their structure.
-    self._readers: dict[Any, Callable[[optax.OptState], Any]] = {}
+    # By the structure of the optimizer state.
+    self._depths: dict[Any, _depth.DepthReader] = {}
 
   def init(self, params: optax.Params, model_state: Any = None) -> _state.TrainState:
     """Makes the state to start from, of copies: the first step donates the state.
@@ -81,11 +81,16 @@ class TrainStep:
       name that occurs again is numbered, as in ``trust_ratio_1``.
     """
     _check_call(state, rng)
+    depths = self._depth_reader(state)
+    depth, steps = depths.read(state.opt_state)
+    arguments = self._arguments(_state.commit_like(state, (batch, rng)), batch, rng, depth)
     try:
-      return self._step(*self._arguments(_state.commit_like(state, (batch, rng)), batch, rng))
+      state, metrics = self._step(*arguments)
     except (RuntimeError, ValueError) as error:
       _explain_deleted(error, state=state, batch=batch, rng=rng)
       raise
+    depths.follow(state.opt_state, depth, steps)
+    return state, metrics
 
   def refresh(
     self,
@@ -137,21 +142,19 @@ class TrainStep:
     one serves the depth of the given state.
     """
     _check_call(state, rng)
-    return self._step.lower(*self._arguments(state, batch, rng))
+    depth, _ = self._depth_reader(state).read(state.opt_state)
+    return self._step.lower(*self._arguments(state, batch, rng, depth))
 
-  def _arguments(self, state: _state.TrainState, batch: Any, rng: Any) -> tuple[Any, ...]:
+  def _depth_reader(self, state: _state.TrainState) -> _depth.DepthReader:
     structure = jax.tree.structure(state.opt_state)
-    if structure not in self._readers:
-      self._readers[structure] = _protocol.request_reader(state.opt_state, _protocol.FROZEN_GROUPS)
-    depth = concrete_depth(self._readers[structure](state.opt_state))
+    if structure not in self._depths:
+      self._depths[structure] = _depth.DepthReader(state.opt_state)
+    return self._depths[structure]
+
+  def _arguments(
+    self, state: _state.TrainState, batch: Any, rng: Any, depth: int | None
+  ) -> tuple[Any, ...]:
     return state, batch, rng, self.program.data, depth, _state.placement(state)
-
-
-def concrete_depth(frozen_groups: _types.Tree) -> int | None:
-  """How many groups a step freezes: which program it runs. None: none, or a traced number."""
-  for leaf in jax.tree.leaves(frozen_groups):
-    return None if isinstance(leaf, jax.core.Tracer | jax.ShapeDtypeStruct) else int(leaf)
-  return None
 
 
 def _check_call(state: _types.Unchecked, rng: _types.Unchecked) -> None:

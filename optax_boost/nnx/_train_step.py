@@ -17,7 +17,6 @@ import jax.numpy as jnp
 import optax
 
 from optax_boost import _base
-from optax_boost import _protocol
 from optax_boost import _train_step
 from optax_boost import _tree
 from optax_boost import _types
@@ -39,13 +38,13 @@ class _OptimizerRecord:
   Attributes:
     tx: the optimizer's transformation, when it was checked.
     placement: where the arrays of the training lie.
-    frozen_groups: reads the number of frozen groups from an optimizer state.
+    depths: reads how many groups the next step freezes.
     made: the arrays that the last call returned, in the order of Flax's flattening.
   """
 
   tx: optax.GradientTransformation
   placement: Any
-  frozen_groups: Callable[[Any], Any]
+  depths: _train_step.DepthReader
   made: Sequence[weakref.ref[Any]] = ()
 
 
@@ -62,7 +61,7 @@ class TrainStep:
     self, model: Any, optimizer: nnx.Optimizer, batch: Any, rng: Rng | None = None
   ) -> _types.Metrics:
     """Makes one step, in place; arguments as :func:`make_train_step` says."""
-    rngs, settings = self._settings(model, optimizer, batch, rng)
+    rngs, settings, steps = self._settings(model, optimizer, batch, rng)
     training = self._trainings[optimizer]
     try:
       # As `nnx.jit` does, which can't tell which arrays it may donate.
@@ -75,10 +74,11 @@ class TrainStep:
         training.made = list(map(weakref.ref, jax.tree.leaves(arrays)))
         with nnx.merge_context(_STEP_CONTEXT, inner=False) as context:
           context.unflatten(graphdef, arrays)
-      return metrics
-    except (TypeError, ValueError) as error:
-      _explain(error, self._open(model, optimizer, rng)[1], optimizer, settings[0])
+    except (TypeError, ValueError):
+      _tree.check_traceable("batch", settings[0])
       raise
+    training.depths.follow(optimizer.opt_state, settings[3], steps)
+    return metrics
 
   def refresh(
     self,
@@ -110,7 +110,7 @@ class TrainStep:
 
     Arguments as for a step; the batch may be abstract.
     """
-    rngs, settings = self._settings(model, optimizer, batch, rng)
+    rngs, settings, _ = self._settings(model, optimizer, batch, rng)
     with nnx.update_context(_STEP_CONTEXT):
       with nnx.split_context(_STEP_CONTEXT) as context:
         graphdef, arrays = context.flatten((model, optimizer, rngs), with_paths=False)
@@ -118,9 +118,10 @@ class TrainStep:
 
   def _settings(
     self, model: Any, optimizer: nnx.Optimizer, batch: Any, rng: Any
-  ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """The rngs of a call, and the arguments of :meth:`_step` after the arrays.
+  ) -> tuple[tuple[Any, ...], tuple[Any, ...], int]:
+    """The rngs of a call, the arguments of :meth:`_step` after the arrays, and a number of steps.
 
+    For so many steps it is known that the number of frozen groups stays.
     An optimizer that is new is checked, and brought into the form that a step returns.
     """
     rngs, key = _split_rng(rng)
@@ -131,13 +132,13 @@ class TrainStep:
       if not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(state)):
         _write_state(state, optimizer)
         _adapter.write(state.params, state.model_state, model, *rngs)
-      reader = _protocol.request_reader(optimizer.opt_state, _protocol.FROZEN_GROUPS)
+      depths = _train_step.DepthReader(optimizer.opt_state)
       placement = _train_step.placement(state)
-      self._trainings[optimizer] = _OptimizerRecord(optimizer.tx, placement, reader)
+      self._trainings[optimizer] = _OptimizerRecord(optimizer.tx, placement, depths)
     training = self._trainings[optimizer]
-    depth = _train_step.concrete_depth(training.frozen_groups(optimizer.opt_state))
+    depth, steps = training.depths.read(optimizer.opt_state)
     batch = _adapter.close_batch(batch)
-    return rngs, (batch, key, self._program.data, depth, training.placement)
+    return rngs, (batch, key, self._program.data, depth, training.placement), steps
 
   def _step(
     self,
@@ -240,19 +241,6 @@ def _split_rng(rng: Any) -> tuple[tuple[Any, ...], jax.Array | None]:
       f"`rng` must be a key, an `nnx.Rngs`, one of its streams, or None; got {_base.shorten(rng)}."
     )
   return (), rng
-
-
-def _explain(
-  error: Exception, state: _train_step.TrainState, optimizer: nnx.Optimizer, batch: _types.Tree
-) -> None:
-  """Raises an error that names the argument which made a step fail, if it is found."""
-  _tree.check_traceable("batch", batch)
-  if difference := _train_step.other_opt_state(optimizer.tx, state.params, state.opt_state):
-    raise ValueError(
-      "`optimizer` must be made for this model; its state is of other params, or of another"
-      f" transformation than `optimizer.tx`: {difference}. Make a new one:"
-      " nnx.Optimizer(model, tx, wrt=nnx.Param)."
-    ) from error
 
 
 def _with_keywords_of(core: Callable[..., Any], *without: str) -> Callable[[_Function], _Function]:

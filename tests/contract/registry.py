@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import inspect
 from typing import Any
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,8 @@ import numpy as np
 import optax
 
 import optax_boost
+from optax_boost import _compositions
+from optax_boost import _form
 from tests import problems
 from tests.contract.bad_input import kinds
 
@@ -47,6 +50,10 @@ class Row:
     wrap: gives the transformation what it needs around it, such as a named axis.
     not_applicable: by column, which is the name of a test, why the row can't act there. The column
       runs all the same and must fail: a reason that no longer holds turns it red.
+    quiet: of a wrapper, the arguments with which it leaves every step of `inner` as it is, if those
+      of the row don't.
+    orders: of a wrapper, the ways to use it in any order with others, by name; those of the oldest
+      wrappers are in tests/contract/orders/programs.py.
     bad_values: by argument, the values that it must refuse, of tests/contract/bad_input/kinds.py;
       arguments that tests/contract/bad_input/arguments.py knows by name need none.
   """
@@ -70,6 +77,8 @@ class Row:
   wrap: Callable[[Any], optax.GradientTransformationExtraArgs] = lambda tx: tx
   extra: Callable[[Any, Any], dict[str, Any]] | None = None
   not_applicable: dict[str, str] = dataclasses.field(default_factory=dict)
+  quiet: dict[str, Any] = dataclasses.field(default_factory=dict)
+  orders: dict[str, "Order"] = dataclasses.field(default_factory=dict)
   bad_values: dict[str, Any] = dataclasses.field(default_factory=dict)
 
   def make(self) -> optax.GradientTransformationExtraArgs:
@@ -94,8 +103,41 @@ class Row:
     # What descends as it is stays alone: some wrappers must come last in a chain.
     return self.make() if self.descends is None else optax.chain(self.make(), self.descends())
 
+  @property
+  def form(self) -> _form.Form | None:
+    """The form of the transformation; None if it is a chain of several."""
+    return _form.form_of(getattr(optax_boost, self.factory)(**self.kwargs).update)
+
+  @property
+  def allows_complex(self) -> bool:
+    """Methods that select and average do; the others need an order or a norm of real numbers."""
+    return all(
+      form.allows_complex
+      for form in _compositions.forms(getattr(optax_boost, self.factory)(**self.kwargs))
+    )
+
+  def around(
+    self, tx: optax.GradientTransformation, **kwargs: Any
+  ) -> optax.GradientTransformationExtraArgs:
+    """The wrapper around another optimizer than the row's."""
+    held = "inner" if "inner" in self.kwargs else "first"
+    return getattr(optax_boost, self.factory)(**self.kwargs | {held: tx} | kwargs)
+
   def __str__(self) -> str:
     return f"{self.factory}-{self.label}" if self.label else self.factory
+
+
+class Order(NamedTuple):
+  """A way to use a wrapper, and what it does in NumPy.
+
+  Attributes:
+    kwargs: its arguments, without `inner`.
+    interpret: from the interpreter of `inner` to that of the wrapper, as
+      :class:`tests.contract.orders.interpreter.Skipping`.
+  """
+
+  kwargs: dict[str, Any]
+  interpret: Callable[[Any], Any]
 
 
 def _without_fan_in_mean(tree: Any) -> Any:
@@ -286,6 +328,7 @@ ROWS = (
     {"inner": optax.sgd(0.1), "every": 2},
     baseline=lambda: optax.sgd(0.1),
     needs_params=False,
+    quiet={"every": 1},
   ),
   Row(
     "dynamic_loss_scale",
@@ -319,6 +362,7 @@ ROWS = (
     },
     baseline=lambda: optax.sgd(0.1),
     needs_params=False,
+    quiet={"groups": ("a", "b"), "schedule": optax_boost.continuous_freezing(2, 0.0)},
     acts=_first_group_stands_still,
   ),
   Row(
@@ -354,10 +398,10 @@ ROWS = (
   ),
   Row(
     "layerwise_decay",
-    {"groups": ("dense", "conv|norm"), "decay": 0.5},
-    baseline=optax.identity,
+    {"inner": optax.sgd(0.1), "groups": ("dense", "conv|norm"), "decay": 0.5},
+    baseline=lambda: optax.sgd(0.1),
     needs_params=False,
-    descends=lambda: optax.sgd(0.1),
+    quiet={"groups": ("a", "b"), "decay": 1.0},
   ),
   Row(
     "switch_after",
@@ -410,11 +454,6 @@ ROWS = (
     needs_params=True,
     descends=lambda: optax.sgd(0.1),
     extra=_gradients_elsewhere,
-    not_applicable={
-      "test_a_method_that_divides_the_gradients_size_away_declares_it": (
-        "its first update is the full gradient, which the row makes from the params alone"
-      ),
-    },
     bad_values={
       "refresh_every": kinds.count(),
       "coefficient": kinds.number(-1),
@@ -540,6 +579,17 @@ ROWS = (
     gathers=True,
   ),
 )
+
+
+def holders() -> dict[str, Row]:
+  """A row for each factory whose transformation holds another one: a wrapper."""
+  rows = {row.factory: row for row in reversed(ROWS) if getattr(row.form, "holds_an_optimizer", 0)}
+  return dict(reversed(rows.items()))
+
+
+def on_the_driver() -> dict[str, Row]:
+  """The wrappers whose inner transformation the driver calls."""
+  return {name: row for name, row in holders().items() if row.form.wrapper is not None}
 
 
 def public_factories() -> set[str]:

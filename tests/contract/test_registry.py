@@ -9,11 +9,8 @@ import optax
 import pytest
 
 import optax_boost
-from optax_boost import _skippable
-from tests.apply_gradients import test_apply_gradients
+from optax_boost import _form
 from tests.contract import registry
-from tests.contract import test_protocol
-from tests.contract.orders import expectations
 from tests.contract.orders import interpreter
 from tests.contract.orders import programs
 
@@ -26,32 +23,16 @@ def test_every_public_factory_has_a_row():
   assert rows - registry.public_factories() == set()
 
 
-def wrappers():
-  """The factories of transformations that decide about the steps of another one."""
-  factories = set()
-  for row in registry.ROWS:
-    form = _skippable.form_of(getattr(optax_boost, row.factory)(**row.kwargs).update)
-    if form is not None and form.wrapper is not None:
-      factories.add(row.factory)
-  return factories
-
-
-def test_every_wrapper_is_in_the_tables_of_wrappers():
-  factories = wrappers()
-  assert "accumulate" in factories
-  seen_through = {kind.__name__ for kind in interpreter.SEEN_THROUGH}
-  for name in factories:
-    message = f"`{name}` is a wrapper: see CONTRIBUTING.md, A wrapper needs four more places"
-    assert name in test_apply_gradients.WRAPPERS, message
-    assert name in test_protocol.WRAPPERS, message
-    assert name in expectations.OURS, message
-    assert name in programs.KINDS, message
-    assert name.title().replace("_", "") in seen_through, message
+def test_every_wrapper_is_run_in_all_orders():
+  assert "accumulate" in registry.on_the_driver()
+  for name, row in registry.holders().items():
+    assert name in programs.KINDS, f"the row of `{name}` needs `orders`"
     for kind in programs.KINDS[name]:
       built = programs.build((kind,), "sgd")
       interpreted = programs.interpret((kind,), "sgd", run=None)
-      assert _skippable.form_of(built.update).method == name
-      assert isinstance(interpreted, interpreter.SEEN_THROUGH)
+      assert _form.form_of(built.update).method == name
+      seen_through = isinstance(interpreted, interpreter.SEEN_THROUGH)
+      assert seen_through == (row.form.wrapper is not None)
 
 
 def test_everything_public_is_documented_in_the_changelog():

@@ -107,7 +107,7 @@ def frozen_by_auto_boost(pattern):
 
 
 def decayed_by_layer(pattern):
-  tx = optax_boost.layerwise_decay([pattern, "head"], 0.5)
+  tx = optax_boost.layerwise_decay(optax.identity(), [pattern, "head"], 0.5)
   return changed(updates_of(tx), GRADS)
 
 
@@ -254,9 +254,8 @@ def test_an_error_for_a_pattern_of_a_partial_segment_names_the_right_pattern(pat
 
 
 def test_groups_of_one_block_each_have_rates_of_their_own():
-  decay = optax_boost.layerwise_decay(NAMES, 0.75)
   for inner in (optax.sgd(1.0), optax.adam(1.0)):
-    alone, ours = updates_of(inner), updates_of(optax.chain(inner, decay))
+    alone, ours = updates_of(inner), updates_of(optax_boost.layerwise_decay(inner, NAMES, 0.75))
     for number, name in enumerate(NAMES):
       expected, found = alone, ours
       for key in name.split("/"):
@@ -269,7 +268,9 @@ TWO_GROUPS = {
   "freeze_layers": lambda groups: optax_boost.freeze_layers(
     optax.sgd(0.1), groups, optax_boost.fixed_freezing(len(groups), 1)
   ).init(PARAMS),
-  "layerwise_decay": lambda groups: optax_boost.layerwise_decay(groups).init(PARAMS),
+  "layerwise_decay": lambda groups: optax_boost.layerwise_decay(optax.sgd(0.1), groups).init(
+    PARAMS
+  ),
   "adasum": lambda groups: optax_boost.adasum("replicas", groups=groups).init(PARAMS),
   "adasum_reduce": lambda groups: optax_boost.adasum_reduce(STACKED, groups=groups),
   "fit_subspace": lambda groups: optax_boost.fit_subspace(STACKED, 1, groups=groups),

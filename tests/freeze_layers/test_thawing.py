@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import re
 from typing import NamedTuple
 
 import chex
@@ -340,30 +341,41 @@ def count_updates(tx, calls):
   return optax.GradientTransformationExtraArgs(tx.init, update)
 
 
-@pytest.mark.parametrize("form", ["written out", "stacked"])
-def test_the_program_grows_by_scalars_only(form):
-  """The inner optimizer is traced once, and each leaf has one square root, with any groups."""
+def roots(program):
+  """The square roots of arrays in a compiled program."""
+  return len(re.findall(r"= f32\[\d[\d,]*\]\S* sqrt\(", program.as_text()))
+
+
+def test_a_leaf_is_computed_for_its_own_group_alone():
+  """The inner optimizer is traced once, and the program has one square root for each leaf."""
   groups = [f"^{i}$" for i in range(10)]
-  params = {str(i): jnp.ones((3, 4)) for i in range(10)}
-  if form == "stacked":
-    params = {"w": jnp.ones((10, 3, 4))}
-    groups = optax_boost.LayerGroups(tuple((f"w[{i}:{i + 1}]",) for i in range(10)), (12,) * 10)
+  params = {str(i): jnp.ones((3, 4 + i)) for i in range(10)}
   calls = itertools.count()
   inner = count_updates(optax.adam(RATE), calls)
   tx = optax_boost.freeze_layers(inner, groups, optax_boost.gradual_unfreezing(10, every=3))
   state = tx.init(params)
-  program = jax.make_jaxpr(tx.update)(params, state, params).jaxpr
+  program = jax.jit(tx.update).lower(params, state, params).compile()
   assert next(calls) == 1
-
-  def roots(program):
-    found = 0
-    for equation in program.eqns:
-      found += equation.primitive.name == "sqrt" and equation.outvars[0].aval.ndim > 0
-      inner = [p for p in equation.params.values() if hasattr(p, "jaxpr")]
-      found += sum(roots(p.jaxpr) for p in inner)
-    return found
-
   assert roots(program) == len(params)
+
+
+@pytest.mark.parametrize(
+  ("schedule", "expected"),
+  [
+    (optax_boost.fixed_freezing(10, 4), 1),
+    # Those below the fifth group never train, those from it on always together.
+    (optax_boost.FreezeSchedule(10, lambda t, key: jnp.where(t < 3, 7, 5), depths=(5, 7)), 2),
+    (optax_boost.gradual_unfreezing(10, every=3), 10),
+    (optax_boost.gradual_unfreezing(10, every=3, max_depths=3), 3),
+  ],
+  ids=["fixed", "two depths", "gradual", "gradual, three depths"],
+)
+def test_an_optimizer_is_computed_once_for_groups_that_are_trained_together(schedule, expected):
+  params = {"w": jnp.ones((10, 3, 4))}
+  plan = optax_boost.LayerGroups(tuple((f"w[{i}:{i + 1}]",) for i in range(10)), (12,) * 10)
+  tx = optax_boost.freeze_layers(optax.adam(RATE), plan, schedule)
+  program = jax.jit(tx.update).lower(params, tx.init(params), params).compile()
+  assert roots(program) == expected
 
 
 @functools.cache
@@ -481,15 +493,96 @@ def custom(state_of):
   return optax.GradientTransformation(init, update)
 
 
-def test_a_users_optimizer_is_recognized_by_the_names_in_its_state():
-  tx = optax_boost.freeze_layers(
-    custom(lambda count, mean: {"count": count, "mean": mean}), ["body", "head"], TWO
-  )
+def in_a_dict(count, mean):
+  return {"count": count, "mean": mean}
+
+
+def test_a_count_in_another_authors_state_is_the_groups_and_a_warning_says_so():
+  inner = custom(in_a_dict)
+  with pytest.warns(UserWarning, match=r'for each group in dict.*counts="run"\)`; if none'):
+    optax_boost.freeze_layers(inner, ["body", "head"], TWO).init(written_out())
+  tx = optax_boost.freeze_layers(inner, ["body", "head"], TWO, counts="group")
   updates, _, _ = train(tx, written_out(), ones, THAW + 3)
   np.testing.assert_allclose(updates["body"][THAW:], -1, rtol=1e-5)
-  tx = optax_boost.freeze_layers(custom(lambda count, mean: (count, mean)), ["body", "head"], TWO)
+  # Where nothing is thawed it makes no difference.
+  fixed = optax_boost.fixed_freezing(2, 1)
+  optax_boost.freeze_layers(inner, ["body", "head"], fixed).init(written_out())
+
+
+def test_a_count_whose_owner_cannot_be_told_is_the_runs_unless_it_is_said():
+  inner = custom(lambda count, mean: (count, mean))
   with pytest.warns(UserWarning, match="one step count for all groups in tuple"):
-    tx.init(written_out())
+    optax_boost.freeze_layers(inner, ["body", "head"], TWO).init(written_out())
+  tx = optax_boost.freeze_layers(inner, ["body", "head"], TWO, counts="group")
+  updates, _, _ = train(tx, written_out(), ones, THAW + 3)
+  np.testing.assert_allclose(updates["body"][THAW:], -1, rtol=1e-5)
+  tx = optax_boost.freeze_layers(inner, ["body", "head"], TWO, counts="run")
+  assert tx.init(written_out()).group_counts == ()
+
+
+class Scheduled(NamedTuple):
+  count: jax.Array
+  mean: dict
+
+
+def test_a_schedule_in_one_state_with_the_moments_follows_the_run_if_it_is_said():
+  def update(updates, state, params=None):
+    mean = jax.tree.map(lambda m, u: 0.9 * m + u, state.mean, updates)
+    rate = state.count / 100.0
+    return jax.tree.map(lambda m: -rate * m, mean), Scheduled(state.count + 1, mean)
+
+  def init(params):
+    return Scheduled(jnp.zeros([], jnp.int32), jax.tree.map(jnp.zeros_like, params))
+
+  inner = optax.GradientTransformation(init, update)
+  schedule = optax_boost.gradual_unfreezing(2, 100)
+  tx = optax_boost.freeze_layers(inner, ["body", "head"], schedule, counts="run")
+  updates, _, _ = train(tx, written_out(), ones, 102)
+  np.testing.assert_allclose(updates["body"][100:, 0, 0], [-1.0, -1.01 * 1.9], rtol=1e-5)
+
+
+def test_counts_in_a_users_wrapper_are_the_runs_since_its_parts_cannot_be_called_alone():
+  inner = optax.chain(optax.scale_by_adam(), CLIP)
+
+  def update(updates, state, params=None):
+    return inner.update(updates, state, params)
+
+  update.wraps = inner
+  tx = optax_boost.freeze_layers(
+    optax.GradientTransformation(inner.init, update), ["body", "head"], TWO
+  )
+  with pytest.warns(UserWarning, match="one step count for all groups in .*update"):
+    assert tx.init(written_out()).group_counts == ()
+
+
+# Adam's steps, clipped together: after a thaw all sixteen entries have moments of equal size.
+CLIPPED_INSIDE = {
+  "chain": lambda tx: tx,
+  "named_chain": lambda tx: optax.named_chain(("only", tx)),
+  "masked": lambda tx: optax.masked(tx, True),
+  "partition": lambda tx: optax.partition({"x": tx, "y": optax.sgd(RATE)}, "x"),
+  "inject_hyperparams": lambda tx: optax.inject_hyperparams(lambda rate: tx)(RATE),
+  "apply_if_finite": lambda tx: optax.apply_if_finite(tx, 3),
+  "conditionally_mask": lambda tx: optax.transforms.conditionally_mask(tx, lambda step: True),
+  "jit": lambda tx: optax.GradientTransformationExtraArgs(tx.init, jax.jit(tx.update)),
+  "MultiSteps": lambda tx: optax.MultiSteps(tx, 1).gradient_transformation(),
+  "switch_after": lambda tx: optax_boost.switch_after(10**6, tx, optax.sgd(RATE)),
+  "dynamic_loss_scale": lambda tx: optax_boost.dynamic_loss_scale(tx, 1.0),
+  "accumulate in a part": lambda tx: optax.partition({"x": optax_boost.accumulate(tx, 1)}, "x"),
+}
+
+
+@pytest.mark.parametrize("inside", CLIPPED_INSIDE)
+def test_clipping_after_moments_takes_the_norm_of_the_steps_that_are_made(inside):
+  tx = optax_boost.freeze_layers(
+    CLIPPED_INSIDE[inside](optax.chain(optax.scale_by_adam(), CLIP)),
+    ["body", "head"],
+    optax_boost.gradual_unfreezing(2, every=200),
+  )
+  updates, _, _ = train(tx, written_out(), ones, 203)
+  np.testing.assert_allclose(updates["head"][100:200], 1 / np.sqrt(4), rtol=1e-4)
+  for leaf in jax.tree.leaves(updates):
+    np.testing.assert_allclose(leaf[200:], 1 / np.sqrt(16), rtol=1e-4)
 
 
 def test_a_count_apart_from_moments_counts_the_run():

@@ -55,8 +55,7 @@ def test_each_block_is_a_group_and_leaves_before_and_after_blocks_are_two_more(n
 def test_layerwise_decay_gives_the_rates_of_the_recipe(name):
   """The last group has the rate, each before it `decay` of the next; block by block."""
   layout = layout_of(name)
-  decay = optax_boost.layerwise_decay(plan_of(name), 0.75)
-  tx = optax.chain(optax.sgd(1.0), decay)
+  tx = optax_boost.layerwise_decay(optax.sgd(1.0), plan_of(name), 0.75)
   # Rates are by leaf: JAX compiles nothing for each shape of a leaf.
   ones = jax.tree.map(lambda _: np.ones((), np.float32), layout.params)
   updates, _ = tx.update(ones, tx.init(ones), ones)

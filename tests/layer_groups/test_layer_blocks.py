@@ -365,7 +365,7 @@ def test_groups_made_by_hand_must_have_each_layer_once(groups, words):
   params = {"w": jnp.ones((2, 2)), "v": jnp.ones(2)}
   plan = optax_boost.LayerGroups(groups, (1,) * len(groups))
   with pytest.raises(ValueError, match=words):
-    optax_boost.layerwise_decay(plan).init(params)
+    optax_boost.layerwise_decay(optax.sgd(0.1), plan).init(params)
   frozen = optax_boost.fixed_freezing(len(groups), 1)
   with pytest.raises(ValueError, match=words):
     optax_boost.freeze_layers(optax.sgd(0.1), plan, frozen).init(params)
@@ -374,6 +374,6 @@ def test_groups_made_by_hand_must_have_each_layer_once(groups, words):
 def test_groups_made_by_hand_may_list_layers_in_any_order():
   params = {"w": jnp.ones((2, 3))}
   plan = optax_boost.LayerGroups((("w[:, 2:3]",), ("w[:, 0:1]", "w[:, 1:2]")), (2, 4))
-  decay = optax_boost.layerwise_decay(plan, 0.5)
+  decay = optax_boost.layerwise_decay(optax.identity(), plan, 0.5)
   updates, _ = decay.update(params, decay.init(params))
   assert updates["w"].tolist() == [[1.0, 1.0, 0.5]] * 2

@@ -658,9 +658,9 @@ def test_refuses_leaves_that_are_complex_or_python_numbers_and_states_of_others(
   ):
     tx.update(params, optax.trace(0.9).init(params), params)
   other = {"a": jnp.arange(4.0)}
-  message = r"state that `tx.init` made of these params; .* the shape \(4,\) .*; got \(3,\)"
+  message = r"this transformation's `init` made of these params; .* the shape \(4,\) .*; got \(3,\)"
   with pytest.raises(ValueError, match=message):
-    tx.update(other, tx.init(params), other)
+    optax_boost.apply_gradients(tx, other, tx.init(params), other)
 
 
 def test_refuses_partitions_of_another_shape():

@@ -1,9 +1,10 @@
-"""The page of metrics names what the train steps return, and its lines fit the loggers."""
+"""The cards name the metrics that the train steps return; the page's lines fit the loggers."""
 
 import functools
 import itertools
 import pathlib
 import re
+import runpy
 import sys
 from unittest import mock
 
@@ -19,7 +20,9 @@ import optax_boost.nnx
 from tests import problems
 from tests.contract import registry
 
-PAGE = (pathlib.Path(__file__).parents[2] / "docs" / "metrics.md").read_text(encoding="utf-8")
+DOCS = pathlib.Path(__file__).parents[2] / "docs"
+PAGE = (DOCS / "metrics.md").read_text(encoding="utf-8")
+CARDS = runpy.run_path(str(DOCS / "card_tables.py"))["read_cards"]()
 
 
 def metrics_of(row):
@@ -34,26 +37,27 @@ def metrics_of(row):
 
 
 def test_the_page_has_the_metrics_of_every_step_with_their_dtypes_and_shapes():
+  """The cards, of which the page is made."""
   returned = {}
   for row in registry.ROWS:
     for name, value in metrics_of(row).items():
       returned.setdefault(name, set()).add((row.factory, value.dtype.name, value.shape))
   shapes = {"": (), ", one per leaf": (len(jax.tree.leaves(problems.params())),)}
-  table = {}
-  line = r"^\| `(\S+)` \| (.+?) \| (float32|int32)(, one per leaf)?: .+ \| .+ \|$"
-  page = PAGE.replace("| `lars` |", "| `lars`, `scale_by_lars_trust_ratio` |")
-  rows = re.findall(line, page, re.MULTILINE)
-  for name, of, dtype, shape in rows:
-    factories = {row.factory for row in registry.ROWS}
-    if of != "every step":
-      factories = re.findall(r"`(\w+)`", of)
-    table[name] = {(factory, dtype, shapes[shape]) for factory in factories}
-  assert table == returned
+  described = {}
+  for metric in itertools.chain.from_iterable(card.metrics for card in CARDS):
+    factories = re.findall(r"`(\w+)`", metric.of)
+    if metric.of == "every step":
+      factories = [row.factory for row in registry.ROWS]
+    found = {(factory, metric.dtype, shapes[metric.shape]) for factory in factories}
+    described.setdefault(metric.name, set()).update(found)
+  assert described == returned, "correct the section Metrics of the card"
 
 
 def test_the_other_fields_that_the_page_names_are_in_the_states():
   rows = {row.factory: row for row in registry.ROWS}
-  for cells in re.findall(r"^\| (`.+`) \| (`.+`) \| [^|]+ \|$", PAGE, re.MULTILINE):
+  fields = re.findall(r"^\| (`.+`) \| (`.+`) \| [^|]+ \|$", PAGE, re.MULTILINE)
+  assert fields
+  for cells in fields:
     for field, factory in itertools.product(*(re.findall(r"\w+", cell) for cell in cells)):
       state = rows[factory].make().init(problems.params())
       assert optax.tree.get_all_with_path(state, field), f"{factory} has no field {field}"

@@ -453,12 +453,12 @@ REFUSED = {
   "another model's optimizer": (
     {"model": lambda: Network(nnx.Rngs(0)), "optimizer": _optimizer_of_another_model},
     ValueError,
-    r"`optimizer` must be made for this model",
+    r"The optimizer state must be the one that this transformation's `init` made",
   ),
   "an optimizer of other shapes": (
     {"optimizer": _optimizer_of_other_shapes},
     ValueError,
-    r"`optimizer` must be made for this model",
+    r"The optimizer state must be the one that this transformation's `init` made",
   ),
   "an optimizer of nothing": ({"optimizer": _optimizer_of_nothing}, ValueError, r"selects none"),
   "an integer that is trained": (

@@ -56,7 +56,7 @@ def test_a_state_of_params_that_broadcast_is_refused_with_the_name_of_a_leaf(nam
 def test_a_state_restored_from_other_params_is_refused(name):
   step = optax_boost.make_train_step(loss_fn, OPTIMIZERS[name]())
   saved = jax.tree.map(np.asarray, step.init(params_of(1)).opt_state)
-  with pytest.raises(ValueError, match=r"must be restored into the structure of `step.init"):
+  with pytest.raises(ValueError, match=r"must be restored into the structure of what these ret"):
     step(step.init(params_of(2))._replace(opt_state=saved), X)
 
 
@@ -64,7 +64,7 @@ def test_a_state_of_another_structure_is_refused_with_the_name_of_a_leaf():
   step = optax_boost.make_train_step(loss_fn, optax.adam(0.1))
   state = step.init(params_of(2))
   without = optax.adam(0.1).init({"kernel": state.params["kernel"]})
-  with pytest.raises(TypeError, match=r"it lacks the leaf '0/mu/bias'"):
+  with pytest.raises(ValueError, match=r"it lacks the leaf '0/mu/bias'"):
     step(state._replace(opt_state=without), X)
 
 
@@ -110,12 +110,12 @@ def test_an_nnx_optimizer_of_a_model_that_broadcasts_is_refused(name):
   optimizer = nnx.Optimizer(small, tx, wrt=nnx.Param)
   step = optax_boost.nnx.make_train_step(lambda model, x: jnp.mean(model(x) ** 2))
   with pytest.raises(
-    ValueError, match=r"`optimizer` must be made for this model.*'.*(bias|kernel)' must have"
+    ValueError, match=r"The optimizer state must be the one .*'.*(bias|kernel)' must have"
   ):
     step(large, optimizer, X)
   step(small, optimizer, X)
   # Known to the step, too.
-  with pytest.raises(ValueError, match=r"`optimizer` must be made for this model"):
+  with pytest.raises(ValueError, match=r"The optimizer state must be the one"):
     step(large, optimizer, X)
 
 

@@ -186,7 +186,7 @@ METHODS = {
     lambda p: optax_boost.lars(0.5, momentum=0.5, trust_coefficient=0.02), _optax_lars
   ),
   "layerwise_decay": Method(
-    lambda p: optax.chain(INNER, optax_boost.layerwise_decay(_groups(p), 0.5)),
+    lambda p: optax_boost.layerwise_decay(INNER, _groups(p), 0.5),
     lambda p: _split(p, optax.chain(INNER, optax.scale(0.5)), INNER),
   ),
   "master_weights": Method(lambda p: optax_boost.master_weights(INNER)),

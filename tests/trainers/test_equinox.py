@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from optax_boost import _compositions
 from tests.trainers import methods
 
 KEY = jax.random.key(0)
@@ -86,7 +87,11 @@ def levanter(tx):
   initial = methods.host(eqx.filter(model, trained))
 
   def wrapped(scale):
-    return optax.chain(optax.clip_by_global_norm(1e3), tx, optax.scale(scale))
+    # Wrappers go around the chain that the loop makes.
+    return _compositions.around_innermost(
+      optax.with_extra_args_support(tx),
+      lambda inner: optax.chain(optax.clip_by_global_norm(1e3), inner, optax.scale(scale)),
+    )
 
   tx_of_trainer = optax.inject_hyperparams(wrapped)(scale=optax.constant_schedule(1.0))
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from optax_boost import _compositions
 from tests.trainers import methods
 
 KEY = jax.random.key(0)
@@ -101,7 +102,11 @@ def hugging_face(tx):
     return traverse_util.unflatten_dict({path: path[-1] == "kernel" for path in flat})
 
   # A weight so small that it changes nothing that is compared.
-  chain = optax.chain(tx, optax.add_decayed_weights(0.0, decayed))
+  # Wrappers go around the chain that the loop makes.
+  chain = _compositions.around_innermost(
+    optax.with_extra_args_support(tx),
+    lambda inner: optax.chain(inner, optax.add_decayed_weights(0.0, decayed)),
+  )
   state = KeyedTrainState.create(apply_fn=module.apply, params=params, tx=chain, dropout_rng=KEY)
 
   @jax.jit

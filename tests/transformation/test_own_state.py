@@ -1,4 +1,4 @@
-"""The state of other params is named as the cause of a failure, and of no other failure."""
+"""The state of other params, or of another optimizer, is named before a step is made with it."""
 
 from typing import Any
 
@@ -13,30 +13,54 @@ import optax_boost.nnx
 
 PARAMS = {"a": jnp.ones(3), "b": jnp.ones(2)}
 OTHERS = {"a": jnp.ones(3)}
+REQUIRED = r"must be the one that this transformation's `init` made of these params; "
 
 
-def test_without_params_the_gradients_tell_what_the_state_must_be_of():
-  tx = optax_boost.accumulate(optax.sgd(0.1), 2)
-  message = (
-    r"`accumulate` needs the state that `tx.init` made of params of the gradients' shapes; got"
-    r" another one: it has a leaf 'accumulator/b' too many. Make it with"
-  )
-  with pytest.raises(ValueError, match=message):
-    tx.update(OTHERS, tx.init(PARAMS))
+def loss_fn(params, batch):
+  return sum(jnp.sum(leaf) * batch for leaf in jax.tree.leaves(params))
+
+
+def steps(tx, state):
+  """A step with a state, through each door that checks whose it is."""
+  step = optax_boost.make_train_step(loss_fn, tx, donate=False)
+  trained = step.init(PARAMS)._replace(opt_state=state)
+  return {
+    "apply_gradients": lambda: optax_boost.apply_gradients(tx, PARAMS, state, PARAMS),
+    "train_step": lambda: step(trained, 1.0),
+  }
+
+
+@pytest.mark.parametrize("door", ["apply_gradients", "train_step"])
+@pytest.mark.parametrize(
+  ("tx", "state", "words"),
+  [
+    (
+      optax.adam(0.1),
+      optax.sgd(0.1, momentum=0.9).init(PARAMS),
+      r"it lacks the leaf '0/count'\. Make it with",
+    ),
+    (
+      optax_boost.accumulate(optax.sgd(0.1), 2),
+      optax_boost.accumulate(optax.sgd(0.1), 2).init(OTHERS),
+      r"it lacks the leaf 'accumulator/b'",
+    ),
+    (
+      optax.adam(0.1),
+      optax.adam(0.1).init({"a": jnp.ones(()), "b": jnp.ones(2)}),
+      r"its leaf '0/mu/a' must have the shape \(3,\) and the dtype float32; got \(\)",
+    ),
+  ],
+  ids=["another optimizer's", "of other params", "of params that would broadcast"],
+)
+def test_another_state_is_named_by_what_tells_it_apart(tx, state, words, door):
+  with pytest.raises(ValueError, match=REQUIRED + words):
+    steps(tx, state)[door]()
 
 
 def test_gradients_of_others_are_blamed_even_if_the_state_is_of_others_too():
   tx = optax_boost.accumulate(optax.sgd(0.1), 2)
   with pytest.raises(ValueError, match=r"got gradients that lack \['b'\]. Pass the params that"):
     tx.update(OTHERS, tx.init(OTHERS), PARAMS)
-
-
-def test_a_state_of_another_optimizer_is_named_by_what_it_lacks():
-  grads = jax.tree.map(jnp.ones_like, PARAMS)
-  state = optax.sgd(0.1, momentum=0.9).init(PARAMS)
-  message = r"`apply_gradients` needs the state .* got another one: it lacks the leaf '0/count'"
-  with pytest.raises(ValueError, match=message):
-    optax_boost.apply_gradients(optax.adam(0.1), grads, state, PARAMS)
 
 
 @pytest.mark.parametrize("around", [optax_boost.accumulate, optax_boost.average_params])
@@ -61,11 +85,26 @@ def test_a_state_whose_arrays_grow_of_scalars_is_not_refused():
   assert params["a"][0] == 2
 
 
-def test_the_optimizer_of_another_nnx_model_is_refused_in_a_loop_of_ones_own():
+def test_the_optimizer_of_another_nnx_model_is_refused_by_the_train_step():
   model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
   other = nnx.Linear(2, 5, rngs=nnx.Rngs(0))
   tx = optax_boost.dynamic_loss_scale(optax.adam(0.1))
   optimizer = nnx.Optimizer(other, tx, wrt=nnx.Param)
-  message = r"`dynamic_loss_scale` needs the state .* its leaf 'inner_state/0/mu/bias' must have"
-  with pytest.raises(ValueError, match=message):
-    optimizer.update(model, nnx.state(model, nnx.Param))
+  step = optax_boost.nnx.make_train_step(lambda model, x: jnp.sum(model(x)))
+  with pytest.raises(ValueError, match=REQUIRED + r"its leaf 'inner_state/0/mu/bias' must have"):
+    step(model, optimizer, jnp.ones((1, 2)))
+
+
+def test_a_state_is_compared_once_for_each_kind_of_params():
+  calls = []
+  inner = optax.adam(0.1)
+
+  def init(params: Any) -> Any:
+    calls.append(1)
+    return inner.init(params)
+
+  tx = optax.GradientTransformation(init, inner.update)
+  state, params = tx.init(PARAMS), PARAMS
+  for _ in range(3):
+    params, state = optax_boost.apply_gradients(tx, PARAMS, state, params)
+  assert len(calls) == 2

@@ -101,7 +101,7 @@ KINDS: dict[str | tuple[str, str], Kind] = {
   ("auto_boost", "axis_name"): kinds.AXIS_WORD,
   ("auto_boost", "local_axis_name"): kinds.AXIS_WORD,
   **dict.fromkeys(
-    ("check", "layout", "method", "backend", "not_finite", "level", "growth"), kinds.NAME
+    ("check", "counts", "layout", "method", "backend", "not_finite", "level", "growth"), kinds.NAME
   ),
   **dict.fromkeys(("dtype", "param_dtype", "accumulator_dtype"), kinds.FLOAT_DTYPE),
   **dict.fromkeys(("has_aux", "has_model_state", "donate", "hold_frozen_statistics"), kinds.FLAG),
@@ -110,7 +110,8 @@ KINDS: dict[str | tuple[str, str], Kind] = {
   **dict.fromkeys(("loss_fn", "grad_fn", "init_fn", "full_grad_fn", "weight_fn"), kinds.FUNCTION),
   **dict.fromkeys(("forward_fn", "predicate", "on_plan", "evaluate", "weight"), kinds.FUNCTION),
   **dict.fromkeys(("kernel_init", "bias_init", "multiplier_init"), kinds.FUNCTION),
-  "learning_rate_scale": kinds.FUNCTION,
+  **dict.fromkeys(("learning_rate_scale", "lasts"), kinds.FUNCTION),
+  "depths": Kind({}, {}, kinds.all_but("None", "list", beyond=(0, 9), below=(-1, 0), empty=())),
   ("FreezeSchedule", "frozen_groups"): kinds.FUNCTION,
   "subspace": Kind(kinds.all_but("function", params=PARAMS)),
   "schedule": Kind(

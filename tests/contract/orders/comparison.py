@@ -10,21 +10,18 @@ import optax
 
 import optax_boost
 from tests import closeness
+from tests.contract import registry
 from tests.contract.orders import interpreter as eager
 from tests.contract.orders import programs
 
 DOORS = ("update", "apply_gradients", "train_step")
-# The doors that see a whole transformation, not only the part that a wrapper of ours holds.
-WHOLE = ("apply_gradients", "train_step")
 # Rounding errors of twelve steps, in ulps of the path of each number.
 ULPS = 32
 # The states whose fields are compared; other states hold nothing but these.
 COMPARED = {
   "TraceState", "ScaleByAdamState", "ApplyIfFiniteState", "MultiStepsState", "LookaheadState",
-  "InjectStatefulHyperparamsState", "AccumulateState", "DynamicLossScaleState",
-  "MasterWeightsState", "StochasticRoundingState", "AverageParamsState", "FreezeLayersState",
-  "SwitchAfterState", "LapermState",
-}  # fmt: skip
+  "InjectStatefulHyperparamsState",
+} | {row.form.state_type.__name__ for row in registry.holders().values()}  # fmt: skip
 
 
 def doors(order):
@@ -123,7 +120,7 @@ class Interpreter:
 
   def __init__(self, order, base, door, dtype="float32"):
     self.order, self.door = order, door
-    self.run = eager.Run(dtype, in_place=door in WHOLE)
+    self.run = eager.Run(dtype, in_place=door != "update")
     self.tx = programs.interpret(order, base, self.run)
     self.weighted = "accumulate" in programs.kinds(order)
     params = programs.initial_params()

@@ -115,6 +115,8 @@ def step_inside(inner, grads, state, params, extra, *, judges=False):
   else:
     named = {name: value for name, value in extra.items() if not name.startswith("_")}
     updates, new, made = inner.update(grads, state, params, named)
+    for change in extra.get("_changes", ()):
+      updates, new = change(updates, state, new)
     lost = judged and (not all_finite(updates) or turned_bad(state, new))
     if lost:
       updates, new, made = zeros_like(updates), state, False
@@ -533,8 +535,9 @@ class DynamicLossScale:
     hysteresis,
     minimum,
     maximum,
+    check="gradients",
   ):
-    self.inner, self.initial = inner, initial_scale
+    self.inner, self.initial, self.judges = inner, initial_scale, check == "updates"
     self.growth_interval, self.hysteresis = growth_interval, hysteresis
     self.minimum, self.maximum = minimum, maximum
 
@@ -553,7 +556,7 @@ class DynamicLossScale:
     updates, inner, made = zeros_like(grads), state.inner[0], False
     if good:
       updates, inner, made, lost = step_inside(
-        self.inner, unscaled, inner, params, extra, judges=True
+        self.inner, unscaled, inner, params, extra, judges=self.judges
       )
       growth += 1
       if growth == self.growth_interval:
@@ -575,11 +578,26 @@ class DynamicLossScale:
     )
 
 
-class MasterWeights:
+class Wide:
+  """What `master_weights` and `stochastic_rounding` share: which steps they make."""
+
+  inner: Any
+  judges: bool
+
+  def step_if_finite(self, grads, state, params, extra):
+    """The inner step: skipped if the gradients are not finite, or undone if the result is not."""
+    inside = {node.name for node in state.inner[0].nodes()}
+    # A loss scale inside must see an overflow.
+    if self.judges or "DynamicLossScaleState" in inside or all_finite(grads):
+      return step_inside(self.inner, grads, state.inner[0], params, extra, judges=self.judges)
+    return zeros_like(params), state.inner[0], False, True
+
+
+class MasterWeights(Wide):
   """`master_weights`: `inner` moves the masters; the params are their rounding."""
 
-  def __init__(self, inner, run, keyed):
-    self.inner, self.run, self.keyed = inner, run, keyed
+  def __init__(self, inner, run, keyed, check="gradients"):
+    self.inner, self.run, self.keyed, self.judges = inner, run, keyed, check == "updates"
 
   def init(self, params):
     fields = {"master_params": dict(params), "count": 0, "notfinite_count": 0}
@@ -593,9 +611,7 @@ class MasterWeights:
       return np.where(moved, params[path], state["master_params"][path])
 
     masters = {path: follow(path) for path in params}
-    updates, inner, made, lost = step_inside(
-      self.inner, grads, state.inner[0], masters, extra, judges=True
-    )
+    updates, inner, made, lost = self.step_if_finite(grads, state, masters, extra)
     if not made:
       known = all(np.array_equal(masters[p], state["master_params"][p]) for p in masters)
       fields = {"_known": known, "notfinite_count": state["notfinite_count"] + lost}
@@ -610,20 +626,18 @@ class MasterWeights:
     return tree_map(np.subtract, rounded, params), state.after([inner], **fields), True
 
 
-class StochasticRounding:
+class StochasticRounding(Wide):
   """`stochastic_rounding`: the sum of params and updates is rounded up or down."""
 
-  def __init__(self, inner, run):
-    self.inner, self.run = inner, run
+  def __init__(self, inner, run, check="gradients"):
+    self.inner, self.run, self.judges = inner, run, check == "updates"
 
   def init(self, params):
     fields = {"count": 0, "notfinite_count": 0}
     return State("StochasticRoundingState", fields, [self.inner.init(params)])
 
   def update(self, grads, state, params, extra):
-    updates, inner, made, lost = step_inside(
-      self.inner, grads, state.inner[0], params, extra, judges=True
-    )
+    updates, inner, made, lost = self.step_if_finite(grads, state, params, extra)
     if not made:
       count = state["notfinite_count"] + lost
       return zeros_like(params), state.after([inner], notfinite_count=count), False
@@ -685,10 +699,11 @@ class FreezeLayers:
     grads = {p: np.zeros_like(g) if self.frozen(p, state) else g for p, g in grads.items()}
     if COUNTS_OF_TRAINED_STEPS:
       self.run.trained = {path: int(n) for path, n in state["_trained"].items()}
-    updates, moved, made = self.inner.update(grads, state.inner[0], params, extra)
-    self.run.trained = None
 
-    def update_of(path):
+    def change(updates, old, new):
+      return {path: update_of(path, updates) for path in updates}, held(old, new)
+
+    def update_of(path, updates):
       factor = self.factors[state["count"]][self.groups.index(leaf_name(path))]
       return np.zeros_like(updates[path]) if self.frozen(path, state) else factor * updates[path]
 
@@ -704,14 +719,17 @@ class FreezeLayers:
         new.name, fields, [held(o, n) for o, n in zip(old.inner, new.inner, strict=True)]
       )
 
+    changes = extra | {"_changes": [change, *extra.get("_changes", ())]}
+    updates, moved, made, _ = step_inside(self.inner, grads, state.inner[0], params, changes)
+    self.run.trained = None
     count = state["count"] + made
     trained = {
       path: n + (made and not self.frozen(path, state)) for path, n in state["_trained"].items()
     }
     return (
-      {path: update_of(path) for path in updates},
+      updates,
       state.after(
-        [held(state.inner[0], moved)],
+        [moved],
         count=count,
         frozen_groups=self.depths[count],
         _trained=trained,
@@ -723,22 +741,22 @@ class FreezeLayers:
 class LayerwiseDecay:
   """`layerwise_decay`: the updates of group i of G times decay^(G - 1 - i)."""
 
-  def __init__(self, groups, decay):
-    self.groups, self.decay = groups, decay
+  def __init__(self, inner, groups, decay):
+    self.inner, self.groups, self.decay = inner, groups, decay
 
   def init(self, params):
-    return State("", {})
+    return State("LayerwiseDecayState", {}, [self.inner.init(params)])
 
   def update(self, grads, state, params, extra):
     last = len(self.groups) - 1
-    return (
-      {
-        path: g * self.decay ** (last - self.groups.index(leaf_name(path)))
-        for path, g in grads.items()
-      },
-      state,
-      True,
-    )
+
+    def change(updates, old, new):
+      factor = lambda path: self.decay ** (last - self.groups.index(leaf_name(path)))  # noqa: E731
+      return {path: g * factor(path) for path, g in updates.items()}, new
+
+    changes = extra | {"_changes": [change, *extra.get("_changes", ())]}
+    updates, inner, made, _ = step_inside(self.inner, grads, state.inner[0], params, changes)
+    return updates, state.after([inner]), made
 
 
 class SwitchAfter:
@@ -800,8 +818,33 @@ class Laperm:
     return updates, state.after([inner], permuted_params=weights, **fields), made
 
 
+class Skipping:
+  """A wrapper that decides about each step by its gradients.
+
+  `decide(fields, grads, scale)` returns whether the step is made, and the fields after it; `scale`
+  is that of a loss scale inside, or None.
+  """
+
+  def __init__(self, inner, name, fields, decide):
+    self.inner, self.name, self.fields, self.decide = inner, name, fields, decide
+
+  def init(self, params):
+    return State(self.name, dict(self.fields), [self.inner.init(params)])
+
+  def update(self, grads, state, params, extra):
+    scales = [n["loss_scale"] for n in state.inner[0].nodes() if n.name == "DynamicLossScaleState"]
+    go, fields = self.decide(state.fields, grads, scales[0] if scales else None)
+    updates, inner, made = zeros_like(grads), state.inner[0], False
+    if go:
+      updates, inner, made, _ = step_inside(self.inner, grads, inner, params, extra)
+    return updates, state.after([inner], **fields), made
+
+
 # The wrappers that say of each step whether it is made; they hand on that it is judged.
-SEEN_THROUGH = (Accumulate, DynamicLossScale, MasterWeights, StochasticRounding, AverageParams)
+SEEN_THROUGH = (
+  Accumulate, DynamicLossScale, MasterWeights, StochasticRounding, AverageParams, FreezeLayers,
+  LayerwiseDecay, Skipping,
+)  # fmt: skip
 
 
 def averaged_params(state, params):

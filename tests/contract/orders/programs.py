@@ -15,6 +15,7 @@ import numpy as np
 import optax
 
 import optax_boost
+from tests.contract import registry
 from tests.contract.orders import interpreter as eager
 
 # Three leaves, each a group of `freeze_layers`; `optax.masked` and `optax.partition` hide the body.
@@ -150,23 +151,27 @@ class Poisoned:
 # No other gradient has this value, and no mean of two others.
 MARK = 2.125
 POISONED = (
-  ("master_weights",),
-  ("master_weights_key",),
-  ("stochastic_rounding",),
-  ("dynamic_loss_scale",),
-  ("master_weights", "accumulate"),
-  ("stochastic_rounding", "accumulate"),
-  ("accumulate", "master_weights"),
-  ("accumulate", "dynamic_loss_scale"),
-  ("dynamic_loss_scale", "accumulate"),
-  ("dynamic_loss_scale", "master_weights"),
-  ("dynamic_loss_scale", "stochastic_rounding"),
-  ("master_weights", "freeze_continuous"),
-  ("average_params", "master_weights"),
-  ("average_params", "stochastic_rounding"),
-  ("average_params", "dynamic_loss_scale"),
-  ("average_params", "accumulate", "master_weights"),
-  ("master_weights", "dynamic_loss_scale"),
+  ("master_weights_checked",),
+  ("master_weights_key_checked",),
+  ("stochastic_rounding_checked",),
+  ("dynamic_loss_scale_checked",),
+  ("master_weights_checked", "accumulate"),
+  ("stochastic_rounding_checked", "accumulate"),
+  ("accumulate", "master_weights_checked"),
+  ("accumulate", "dynamic_loss_scale_checked"),
+  ("dynamic_loss_scale_checked", "accumulate"),
+  ("dynamic_loss_scale_checked", "master_weights_checked"),
+  ("dynamic_loss_scale_checked", "stochastic_rounding_checked"),
+  ("dynamic_loss_scale_checked", "master_weights"),
+  ("dynamic_loss_scale", "master_weights_checked"),
+  ("master_weights_checked", "freeze_continuous"),
+  ("freeze_continuous", "master_weights_checked"),
+  ("layerwise_decay", "dynamic_loss_scale_checked"),
+  ("average_params", "master_weights_checked"),
+  ("average_params", "stochastic_rounding_checked"),
+  ("average_params", "dynamic_loss_scale_checked"),
+  ("average_params", "accumulate", "master_weights_checked"),
+  ("master_weights_checked", "dynamic_loss_scale"),
 )
 
 # What each wrapper is made with: every name is one way to use it.
@@ -183,18 +188,30 @@ SCALES = {
   "dynamic_loss_scale_hysteresis": {
     "initial_scale": 16.0, "growth_interval": 7, "hysteresis": 2, "minimum": 8.0, "maximum": 64.0
   },
+  "dynamic_loss_scale_checked": {
+    "initial_scale": 4.0, "growth_interval": 3, "hysteresis": 1, "minimum": 1.0, "maximum": 8.0,
+    "check": "updates"
+  },
 }  # fmt: skip
+MASTERS = {
+  "master_weights": {},
+  "master_weights_checked": {"check": "updates"},
+  "master_weights_key": {"key": 0},
+  "master_weights_key_checked": {"key": 0, "check": "updates"},
+}
+ROUNDINGS = {"stochastic_rounding": {}, "stochastic_rounding_checked": {"check": "updates"}}
 AVERAGES = {
   "average_params": {"start": 2, "every": 2},
   "average_params_decay": {"decay": 0.75},
   "average_params_every": {"decay": 0.5, "every": 3},
 }
+FROM_ROWS = {name: (row, order) for row in registry.ROWS for name, order in row.orders.items()}
 KINDS = {
   "accumulate": ("accumulate", "accumulate_keep", "accumulate_varying"),
-  "dynamic_loss_scale": ("dynamic_loss_scale", "dynamic_loss_scale_hysteresis"),
-  "master_weights": ("master_weights",),
-  "master_weights_key": ("master_weights_key",),
-  "stochastic_rounding": ("stochastic_rounding",),
+  "dynamic_loss_scale": tuple(SCALES),
+  "master_weights": ("master_weights", "master_weights_checked"),
+  "master_weights_key": ("master_weights_key", "master_weights_key_checked"),
+  "stochastic_rounding": tuple(ROUNDINGS),
   "average_params": tuple(AVERAGES),
   "freeze_layers": tuple(
     f"freeze_{name}" for name in ("continuous", "gradual", "interval", "fixed", "progressive")
@@ -212,6 +229,7 @@ KINDS = {
   "lookahead": ("lookahead",),
   "identity_after": ("identity_after",),
 }
+KINDS |= {row.factory: tuple(row.orders) for row in registry.ROWS if row.orders}
 KIND_OF = {name: kind for kind, names in KINDS.items() for name in names}
 KIND_OF["accumulate_one"] = "accumulate"
 SWITCH = 5
@@ -231,6 +249,9 @@ def build(order, base, learning_rate=RATE):
   def make(learning_rate=learning_rate):
     return build(inside, base, learning_rate)
 
+  if name in FROM_ROWS:
+    row, order = FROM_ROWS[name]
+    return row.around(make(), **order.kwargs)
   if name in EVERY:
     not_finite = "keep" if name == "accumulate_keep" else "drop"
     return optax_boost.accumulate(make(), EVERY[name], not_finite=not_finite)
@@ -241,14 +262,12 @@ def build(order, base, learning_rate=RATE):
   if name.startswith("freeze_"):
     schedule = freezings()[name.removeprefix("freeze_")].schedule
     return optax_boost.freeze_layers(make(), list(GROUPS), schedule)
-  if name == "master_weights":
-    return optax_boost.master_weights(make())
-  if name == "master_weights_key":
-    return optax_boost.master_weights(make(), key=0)
-  if name == "stochastic_rounding":
-    return optax_boost.stochastic_rounding(make(), key=0)
+  if name in MASTERS:
+    return optax_boost.master_weights(make(), **MASTERS[name])
+  if name in ROUNDINGS:
+    return optax_boost.stochastic_rounding(make(), key=0, **ROUNDINGS[name])
   if name == "layerwise_decay":
-    return optax.chain(make(), optax_boost.layerwise_decay(list(GROUPS), DECAY))
+    return optax_boost.layerwise_decay(make(), list(GROUPS), DECAY)
   if name == "switch_after":
     return optax_boost.switch_after(SWITCH, make(), make(learning_rate / 2))
   if name == "laperm":
@@ -291,6 +310,8 @@ def interpret(order, base, run, rate=None, rounding="nearest"):
   def make(rate=rate, rounding=rounding):
     return interpret(inside, base, run, rate, rounding)
 
+  if name in FROM_ROWS:
+    return FROM_ROWS[name][1].interpret(make())
   if name in EVERY:
     every = EVERY[name] if callable(EVERY[name]) else lambda _: EVERY[name]
     return eager.Accumulate(make(), every, "keep" if name == "accumulate_keep" else "drop")
@@ -301,12 +322,13 @@ def interpret(order, base, run, rate=None, rounding="nearest"):
   if name.startswith("freeze_"):
     freezing = freezings()[name.removeprefix("freeze_")]
     return eager.FreezeLayers(make(), run, GROUPS, freezing.depths, freezing.factors)
-  if name in ("master_weights", "master_weights_key"):
-    return eager.MasterWeights(make(rounding=None), run, keyed=name == "master_weights_key")
-  if name == "stochastic_rounding":
-    return eager.StochasticRounding(make(rounding="random"), run)
+  if name in MASTERS:
+    keyed, check = "key" in MASTERS[name], MASTERS[name].get("check", "gradients")
+    return eager.MasterWeights(make(rounding=None), run, keyed, check)
+  if name in ROUNDINGS:
+    return eager.StochasticRounding(make(rounding="random"), run, **ROUNDINGS[name])
   if name == "layerwise_decay":
-    return eager.Chain(make(), eager.LayerwiseDecay(GROUPS, DECAY))
+    return eager.LayerwiseDecay(make(), GROUPS, DECAY)
   if name == "switch_after":
     return eager.SwitchAfter(SWITCH, make(), make(HalfOf(rate)))
   if name == "laperm":
@@ -351,7 +373,7 @@ def kinds(order):
 # From the outside in: the order that docs/choosing.md advises, with optax's wrappers in it.
 ADVISED = (
   "average_params", "master_weights", "apply_if_finite", "dynamic_loss_scale", "accumulate",
-  "freeze_layers", "clip", "layerwise_decay",
+  "freeze_layers", "layerwise_decay", "clip",
 )  # fmt: skip
 
 
