@@ -47,6 +47,7 @@ from optax_boost._sgperm import PermutedParams
 from optax_boost._sgperm import laperm
 from optax_boost._sgperm import permuted_params
 from optax_boost._sgperm import sgperm
+from optax_boost._skip_spikes import skip_spikes
 from optax_boost._svrg import refresh_svrg
 from optax_boost._svrg import svrg
 from optax_boost._switch import switch_after
@@ -107,6 +108,7 @@ __all__ = [
   "scale_by_lars_trust_ratio",
   "sequence_length_warmup",
   "sgperm",
+  "skip_spikes",
   "snapshots",
   "stochastic_rounding",
   "svrg",

@@ -21,6 +21,7 @@ from optax_boost import _compositions
 from optax_boost import _form
 from tests import problems
 from tests.contract.bad_input import kinds
+from tests.contract.orders import interpreter
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -315,6 +316,36 @@ def _averages_the_params_after_each_step(tx: Any, baseline: Any) -> bool:
   return bool(jnp.allclose(mean, decayed, rtol=1e-6) | jnp.allclose(mean, params[3], rtol=1e-6))
 
 
+def _skips_a_long_gradient(tx: Any, baseline: Any) -> bool:
+  """Whether of five gradients the fourth, ten times as long, moves nothing, and the others do."""
+  params = jnp.ones(3)
+  state, other = tx.init(params), baseline.init(params)
+  moves = []
+  for length in (1.0, 1.0, 1.0, 10.0, 1.0):
+    updates, state = tx.update(length * params, state, params)
+    expected, other = baseline.update(length * params, other, params)
+    moves.append(bool(jnp.all(updates == expected) & jnp.any(updates != 0)))
+  return moves == [True, True, True, False, True]
+
+
+def _spikes(fields: dict[str, Any], grads: Any, scale: float | None) -> tuple[bool, dict[str, Any]]:
+  """`skip_spikes` in NumPy: whether the step is made, and the state after it."""
+  norm = np.sqrt(sum(np.sum(np.square(g)) for g in grads.values())) / (scale or 1.0)
+  finite = bool(np.isfinite(norm))
+  total, weight = fields["norm_sum"], fields["norm_weight"]
+  is_spike = finite and fields["count"] >= 2 and norm > 1.1 * total / weight
+  skips = is_spike or not (finite or scale)
+  taken = 1.1 * total / weight if is_spike else norm
+  changed = {"gradient_norm": norm, "spike_count": fields["spike_count"] + skips}
+  if finite:
+    changed |= {"norm_sum": 0.5 * total + taken, "norm_weight": 0.5 * weight + 1}
+    changed["count"] = fields["count"] + 1
+  return not skips, changed
+
+
+_NO_SPIKES = {"gradient_norm": 0.0, "norm_sum": 0.0, "norm_weight": 0.0} | dict.fromkeys(
+  ("count", "spike_count"), 0
+)
 _SEARCHES_A_LOSS = {
   "test_derivatives_of_steps_are_finite": "its line search is a loop of unknown length",
   "test_inside_shard_map_each_device_may_have_its_own_state": (
@@ -402,6 +433,20 @@ ROWS = (
     baseline=lambda: optax.sgd(0.1),
     needs_params=False,
     quiet={"groups": ("a", "b"), "decay": 1.0},
+  ),
+  Row(
+    "skip_spikes",
+    {"inner": optax.sgd(0.1), "factor": 5.0, "start": 2},
+    baseline=lambda: optax.sgd(0.1),
+    needs_params=False,
+    acts=_skips_a_long_gradient,
+    orders={
+      "skip_spikes": Order(
+        {"factor": 1.1, "decay": 0.5, "start": 2},
+        lambda inner: interpreter.Skipping(inner, "SkipSpikesState", _NO_SPIKES, _spikes),
+      )
+    },
+    bad_values={"factor": kinds.number(0.5, -1), "decay": kinds.number(-1, 1)},
   ),
   Row(
     "switch_after",
