@@ -26,6 +26,7 @@ _METHOD = "accumulate"
   metrics=("accumulate/notfinite_count",),
   requests=(_protocol.WEIGHT_SUM,),
   outcome=("made",),
+  skips=("notfinite_count",),
 )
 class AccumulateState(NamedTuple):
   """State of :func:`accumulate`.

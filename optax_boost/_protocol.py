@@ -6,6 +6,7 @@ The class of a method's state may declare tuples of names:
             is the field's, or ends in it after a slash, so that no two methods share a name.
   requests  fields by which the state asks something of the loss: ``("loss_scale",)``
   outcome   the field that tells whether the last call made a step, ``("made",)``
+  skips     fields that count the calls whose batch it left out: ``("notfinite_count",)``
   exact     fields with the exact params after the step, to which its updates lead; a leaf that is
             not the method's is ``optax.MaskedNode()``
   exact_if  fields with a scalar bool, if not every step leads to the exact params
@@ -66,7 +67,7 @@ def declares(**declarations: tuple[str, ...]) -> Callable[[type[_State]], type[_
 
 
 # The declarations that name fields, and all.
-_FIELDS = ("metrics", "requests", "outcome", "exact", "exact_if")
+_FIELDS = ("metrics", "requests", "outcome", "skips", "exact", "exact_if")
 _KINDS = _FIELDS
 
 
@@ -180,6 +181,31 @@ def _part_made_step(before: dict[Any, Any], after: dict[Any, Any]) -> Any:
   moving = [key for key in after if not isinstance(inner[key], optax.EmptyState)]
   of_parts = [made_step(before[key], after[key]) for key in moving or after]
   return functools.reduce(operator.or_, of_parts, np.bool_(False))
+
+
+def left_out(before: optax.OptState, after: optax.OptState) -> Any:
+  """Whether a call that led from one state to another left its batch out; None if none can.
+
+  A step was skipped, or a micro-batch dropped. optax's ``apply_if_finite`` counts these, and
+  ``MultiSteps`` counts the others.
+  """
+  optax_states = optax.MultiStepsState | optax.ApplyIfFiniteState
+
+  def telling(state: optax.OptState) -> list[Any]:
+    return [
+      node for node in nodes(state) if isinstance(node, optax_states) or declared(node, "skips")
+    ]
+
+  flags = []
+  for old, new in zip(telling(before), telling(after), strict=True):
+    if isinstance(new, optax.MultiStepsState):
+      counts = zip(old[:2], new[:2], strict=True)  # of micro-steps and of steps
+      flags.append(functools.reduce(operator.and_, [x == y for x, y in counts]))
+    elif isinstance(new, optax.ApplyIfFiniteState):
+      flags.append(new.total_notfinite != old.total_notfinite)
+    else:
+      flags += [getattr(new, name) != getattr(old, name) for name in declared(new, "skips")]
+  return functools.reduce(operator.or_, flags) if flags else None
 
 
 def scales_loss(state: optax.OptState) -> bool:

@@ -27,7 +27,7 @@ _METHOD = "skip_spikes"
 
 
 @_protocol.declares(
-  metrics=("gradient_norm", "skip_spikes/spike_count"), outcome=("made",)
+  metrics=("gradient_norm", "skip_spikes/spike_count"), outcome=("made",), skips=("spike_count",)
 )
 class SkipSpikesState(NamedTuple):
   """State of :func:`skip_spikes`.

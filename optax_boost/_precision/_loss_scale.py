@@ -66,6 +66,7 @@ def _next_scale(
   metrics=("loss_scale", "loss_scale/notfinite_count"),
   requests=("loss_scale",),
   outcome=("made",),
+  skips=("notfinite_count",),
 )
 class DynamicLossScaleState(NamedTuple):
   """State of :func:`dynamic_loss_scale`.

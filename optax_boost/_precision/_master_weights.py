@@ -17,7 +17,7 @@ from optax_boost._precision import _widened
 
 
 @_protocol.declares(
-  metrics=("master_weights/notfinite_count",), outcome=("made",)
+  metrics=("master_weights/notfinite_count",), outcome=("made",), skips=("notfinite_count",)
 )
 class MasterWeightsState(NamedTuple):
   """State of :func:`master_weights`.

@@ -21,6 +21,7 @@ from optax_boost._precision import _widened
 @_protocol.declares(
   metrics=("stochastic_rounding/notfinite_count",),
   outcome=("made",),
+  skips=("notfinite_count",),
 )
 class StochasticRoundingState(NamedTuple):
   """State of :func:`stochastic_rounding`.

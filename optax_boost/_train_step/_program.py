@@ -38,6 +38,7 @@ from optax_boost._train_step import _requests
 from optax_boost._train_step import _state
 from optax_boost._train_step import _statistics
 from optax_boost._train_step import _traced_loss
+from optax_boost._train_step import _verdict
 from optax_boost._train_step import _written
 
 _TRACED_DEPTH = (
@@ -133,7 +134,9 @@ class Program:
       if not (is_named or _protocol.is_requested(state.opt_state, _protocol.WEIGHT_SUM)):
         self._warn_once(_UNUSED_WEIGHT)
     params, opt_state = _apply_gradients.step_in_place(self.tx, grad, opt_state, start, extra)
+    rejected = _protocol.left_out(state.opt_state, opt_state)
     metrics = {"loss": value, **_protocol.read_metrics(opt_state)}
+    metrics |= _verdict.metrics(rejected, value)
     if freezing is not None:
       # Of this step; the new state holds the next one's.
       metrics["frozen_groups"] = jnp.asarray(freezing.depth, jnp.int32)
@@ -148,6 +151,9 @@ class Program:
         )
     if self.has_aux:
       metrics["aux"] = aux
+    model_state = _verdict.kept(rejected, state.model_state, model_state)
+    if start is not state.params:
+      params = _verdict.kept(rejected, state.params, params)
     new_state = _state.TrainState(params, opt_state, model_state, state.step + 1)
     new_state = jax.tree.map(_state.drop_weak_type, new_state)
     return _state.keep_placement(new_state, state, placement), metrics
