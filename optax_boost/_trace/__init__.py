@@ -66,7 +66,7 @@ dimensions. The body of the scan gets one slice of ``hidden`` after the other:
 >>> leaves = [analysis.leaf(shape) for shape in ((8, 3), (2, 8, 8))]
 >>> batch = analysis.argument((4, 8), _leaf_uses.DataKind.ARRAY)
 >>> _ = analysis.run(program, [*leaves, batch])
->>> (of_hidden,), (of_head,) = analysis.under(_leaf_uses.DEFINITIONS[0]).uses
+>>> (of_hidden,), (of_head,) = analysis.findings().uses
 >>> of_hidden.leaf, of_hidden.kind.name, set(of_hidden.fan_in), set(of_hidden.stacked)
 (1, 'CONTRACTED', {1}, {0})
 >>> of_head.leaf, of_head.kind.name, set(of_head.fan_in), set(of_head.stacked)

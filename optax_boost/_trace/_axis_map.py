@@ -39,6 +39,7 @@ class AxisMap(NamedTuple):
     sliced: the axes along which the value is one of many slices, as a scan or an index takes them.
     gathered: the axes along which data chose the slice.
     contracted: the axes that a product with other params, or with constants, summed over.
+    has_inputs: whether such a product told the inputs of the leaf, its kernel.
   """
 
   leaf: int
@@ -46,6 +47,7 @@ class AxisMap(NamedTuple):
   sliced: frozenset[int] = frozenset()
   gathered: frozenset[int] = frozenset()
   contracted: frozenset[int] = frozenset()
+  has_inputs: bool = False
 
   def axes(self, dims: Iterable[int] | None = None) -> frozenset[int]:
     """The leaf's axes that run along some dimensions, or along any."""

@@ -24,6 +24,7 @@ from optax_boost import _base
 from optax_boost import _tree
 from optax_boost._trace import _jaxpr
 from optax_boost._trace import _leaf_uses
+from optax_boost._trace._leaf_uses import DataKind
 from optax_boost._trace._leaf_uses import UseKind
 
 
@@ -140,7 +141,7 @@ class Leaf(NamedTuple):
 
 
 _EMBEDDING = re.compile(r"(^|[/.])[a-z_]*(embedding([/.]weight)?|embeddings|embeds?)$")
-_KERNEL = re.compile(r"(^|[/.])(kernel|weight|w)$")
+_KERNEL = re.compile(r"(^|[/.])([a-z_]*kernel|[a-z_]*weight|w)$")
 # Flax's attention: of [features, heads, head features] only the first axis is fan-in.
 _ATTENTION_INPUT = re.compile(r"(^|[/.])(query|key|value)[/.]kernel$")
 
@@ -248,30 +249,32 @@ def describe(program: Any, params: Any, data: Sequence[bool | None] | None = Non
 
   `data` flags the other arguments; None makes one a constant, and all are data without flags.
   Scalars, constants and noise count as data, in this order, only if all leaves would otherwise
-  meet data in one equation or nowhere. A leaf that has no fan-in then may have one in a product
-  with noise, constants or other leaves, before it meets data.
+  meet data in one equation or nowhere.
   """
   paths = _tree.leaf_paths(params)
   shapes = [variable.aval.shape for variable in program.jaxpr.invars]
   others = program.jaxpr.invars[len(paths) :]
   flags = [True] * len(others) if data is None else data
-  named = frozenset(leaf for leaf, path in enumerate(paths) if _KERNEL.search(path))
-  analysis = _leaf_uses.LeafUses(named)
-  arguments = [analysis.leaf(shape) for shape in shapes[: len(paths)]]
-  arguments += [
-    analysis.argument(variable.aval.shape, _data_kind(variable.aval, flag))
-    for variable, flag in zip(others, flags, strict=True)
+  named = frozenset(
+    leaf for leaf, path in enumerate(paths) if _KERNEL.search(path) and len(shapes[leaf]) > 1
+  )
+
+  def analyze(definition: DataKind) -> _leaf_uses.Findings:
+    analysis = _leaf_uses.LeafUses(definition, named)
+    arguments = [analysis.leaf(shape) for shape in shapes[: len(paths)]]
+    arguments += [
+      analysis.argument(variable.aval.shape, _data_kind(variable.aval, flag))
+      for variable, flag in zip(others, flags, strict=True)
+    ]
+    for loss in analysis.run(program, arguments)[:1]:
+      analysis.note_result(loss)
+    return analysis.findings()
+
+  findings = _by_narrowest_definition(analyze)
+  axes = [
+    _axes(findings, leaf, path, len(shape))
+    for leaf, (path, shape) in enumerate(zip(paths, shapes, strict=False))
   ]
-  for loss in analysis.run(program, arguments)[:1]:
-    analysis.note_result(loss)
-  definition, findings = _narrowest_definition(analysis)
-  axes = [_axes(findings, leaf, len(shapes[leaf])) for leaf in range(len(paths))]
-  with_products = analysis.under(_leaf_uses.with_products(definition))
-  for leaf, (path, shape) in enumerate(zip(paths, shapes, strict=False)):
-    if _may_be_kernel(path, shape, axes[leaf]):
-      of_product = _axes(with_products, leaf, len(shape))
-      if of_product is not None and of_product.fan_in:
-        axes[leaf] = of_product
   unknown_primitives = [
     names if axes[leaf] is None else () for leaf, names in enumerate(findings.unknown_primitives)
   ]
@@ -284,40 +287,30 @@ def describe(program: Any, params: Any, data: Sequence[bool | None] | None = Non
   )
 
 
-def _narrowest_definition(
-  analysis: _leaf_uses.LeafUses,
-) -> tuple[_leaf_uses.Definitions, _leaf_uses.Findings]:
-  """The narrowest definition by which leaves meet data in several equations, and what it finds.
+def _by_narrowest_definition(
+  analyze: Callable[[DataKind], _leaf_uses.Findings],
+) -> _leaf_uses.Findings:
+  """The findings by the first definition by which leaves meet data in several equations.
 
-  If there is none, the one by which they meet data at all.
+  If there is none, by the first one by which they meet data at all.
   """
-  candidates = []
-  for definition in _leaf_uses.DEFINITIONS:
-    findings = analysis.under(definition)
+  found = []
+  for definition in DataKind:
+    findings = analyze(definition)
     count = _count_equations(findings)
     if count > 1:
-      return definition, findings
-    candidates.append((count, definition, findings))
-  _, definition, findings = max(candidates, key=lambda candidate: candidate[0])
-  return definition, findings
+      return findings
+    found.append((count, findings))
+  return max(found, key=lambda pair: pair[0])[1]
 
 
-def _data_kind(aval: Any, flag: bool | None) -> _leaf_uses.DataKind | None:
+def _data_kind(aval: Any, flag: bool | None) -> DataKind | None:
   # Noise on the weights, drawn ahead of the forward pass, is not where they are used.
   if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
-    return _leaf_uses.DataKind.NOISE
+    return DataKind.NOISE
   if flag is None:
-    return _leaf_uses.DataKind.CONSTANT if aval.size > 1 else None
-  return _leaf_uses.DataKind.ARRAY if aval.size > 1 else _leaf_uses.DataKind.SCALAR
-
-
-def _may_be_kernel(path: str, shape: Sequence[int], axes: Axes | None) -> bool:
-  """Whether a leaf without fan-in may be a kernel whose input is made without data.
-
-  Tables of positions are no kernels, though constants may resize them.
-  """
-  named_otherwise = _tree.is_bias_or_norm(path) or is_embedding(path)
-  return len(shape) > 1 and not named_otherwise and (axes is None or not axes.fan_in)
+    return DataKind.CONSTANT if aval.size > 1 else None
+  return DataKind.ARRAY if aval.size > 1 else DataKind.SCALAR
 
 
 def is_embedding(path: str) -> bool:
@@ -345,18 +338,24 @@ def _order(findings: _leaf_uses.Findings) -> list[int]:
   return used + sorted(in_penalties - set(used))
 
 
-def _axes(findings: _leaf_uses.Findings, leaf: int, rank: int) -> Axes | None:
-  """The axes of a leaf, by its first use that tells them."""
+def _axes(findings: _leaf_uses.Findings, leaf: int, path: str, rank: int) -> Axes | None:
+  """The axes of a leaf, by its first use that tells them; a bias has no fan-in."""
+  is_bias = _tree.is_bias_or_norm(path)
+  # Tables of positions are no kernels, though constants may resize them.
+  is_table = rank == 1 or is_embedding(path)
   of_experts = [use for use in findings.expert_uses if use.leaf == leaf]
-  uses = [use for uses in findings.uses for use in uses if use.leaf == leaf] + of_experts
+  of_equations = (use for uses in findings.uses for use in uses)
+  uses = [use for use in (*findings.generated_uses, *of_equations) if use.leaf == leaf] + of_experts
   # Rows of a tied embedding are looked up, and contracted where it is the last layer.
-  telling = [UseKind.GENERATED, UseKind.LOOKUP, UseKind.CONTRACTED, UseKind.ENTRYWISE]
+  telling = [kind for kind in UseKind if kind not in (UseKind.PENALTY, UseKind.UNCLEAR)]
   if of_experts:
     telling.remove(UseKind.LOOKUP)
   for kind in telling:
     for use in uses:
       if use.kind == kind:
         stacked = (use.stacked | findings.batch_axes[leaf]) - use.fan_in
-        outputs = frozenset(range(rank)) - stacked - use.fan_in
-        return Axes(*(tuple(sorted(axes)) for axes in (use.fan_in, stacked, outputs, use.window)))
+        is_kernel = not is_bias and not (is_table and kind == UseKind.GENERATED)
+        fan_in, window = (use.fan_in, use.window) if is_kernel else (frozenset(), frozenset())
+        outputs = frozenset(range(rank)) - stacked - fan_in
+        return Axes(*(tuple(sorted(axes)) for axes in (fan_in, stacked, outputs, window)))
   return None

@@ -4,29 +4,26 @@ A *use* of a leaf is an equation in which the leaf meets data: one operand is co
 alone, another from data. A product's use tells the leaf's axes apart.
 
 Which values are data is not certain: a generator's only input is noise, and a loss may close over
-its batch. So there are several *definitions of data*, each wider than the one before:
+its batch. So there are four *definitions of data*, each of which adds a kind of values to the one
+before; a run of the analysis has one:
 
-  bit    by this definition, data are
-   0     arrays of the batch
-   1     these, and scalars of the batch
-   2     these, and constants: arrays that the loss closes over, or that are part of the model
-   3     these, and noise: what is drawn from keys
-  4 - 7  as 0 - 3, and products of a kernel with arrays that are no data, as of a learned table
+  ARRAY      arrays of the batch
+  SCALAR     these, and scalars of the batch
+  CONSTANT   these, and constants: arrays that the loss closes over, or that are part of the model
+  NOISE      these, and noise: what is drawn from keys
 
-One run follows all definitions: whatever the analysis finds carries the set of those under which
-it holds, as an integer with their bits.
+A kernel may be in a product before it meets data. Its other operand is an input of the kernel, as a
+table of learned queries, positions or noise, and the result is an activation. Or both are kernels,
+as in ``x @ (a @ b)``. The product with data tells: it sums over the outputs of the last kernel of
+an activation, but over the inputs of the first of several kernels.
 """
 
 from collections.abc import Iterable
-from collections.abc import Mapping
 from collections.abc import Sequence
 import enum
-import functools
-import operator
 from typing import Any
 from typing import NamedTuple
 from typing import TypeAlias
-from typing import TypeVar
 
 import numpy as np
 
@@ -35,13 +32,12 @@ from optax_boost._trace import _jaxpr
 from optax_boost._trace import _primitives
 from optax_boost._trace._axis_map import AxisMap
 
-_Key = TypeVar("_Key")
 _Axes: TypeAlias = frozenset[int]
 _NO_AXES: _Axes = frozenset()
 
 
 class DataKind(enum.IntEnum):
-  """Kinds of values that may be data, in the order in which definitions add them."""
+  """Kinds of values that may be data; a definition has one kind and those before it."""
 
   ARRAY = 0
   SCALAR = 1
@@ -49,31 +45,13 @@ class DataKind(enum.IntEnum):
   NOISE = 3
 
 
-# A set of definitions of data, as bits.
-Definitions: TypeAlias = int
-# The definitions without products, the narrowest first.
-DEFINITIONS: tuple[Definitions, ...] = tuple(1 << kind for kind in DataKind)
-_WITH_PRODUCTS: Definitions = 0b1111_0000
-_ALL: Definitions = 0b1111_1111
-
-
-def with_products(definition: Definitions) -> Definitions:
-  """The definition that has the same kinds, and products with arrays that are no data."""
-  return definition << len(DataKind)
-
-
-def _definitions_with(kind: DataKind | None) -> Definitions:
-  """The definitions by which a kind of values is data; no value of kind None is."""
-  plain = 0 if kind is None else 0b1111 >> kind << kind
-  return plain | with_products(plain)
-
-
 class UseKind(enum.Enum):
   """What an equation does with a leaf."""
 
+  LOOKUP = enum.auto()  # data chooses its rows, as of an embedding
+  INPUT = enum.auto()  # a kernel has met it before data: a learned query, its bias, or a scale
   CONTRACTED = enum.auto()  # a product sums over some of its axes
   GENERATED = enum.auto()  # the same, with an operand that is no data
-  LOOKUP = enum.auto()  # data chooses its rows, as of an embedding
   ENTRYWISE = enum.auto()  # it keeps the entries apart, as the sum with a bias
   PENALTY = enum.auto()  # it takes a number that sums up params, as of a weight decay
   UNCLEAR = enum.auto()  # anything else
@@ -119,11 +97,12 @@ class LayerScan(NamedTuple):
 
 
 class Findings(NamedTuple):
-  """What the analysis found under one definition of data.
+  """What the analysis found.
 
   Attributes:
     uses: the uses in each equation that has some, those in penalties last.
-    expert_uses: further uses, of kernels that data has looked up.
+    generated_uses: of kernels, in products without data.
+    expert_uses: of kernels that data has looked up.
     scans: the scans over layers.
     batch_axes: for each leaf the axes along which some kernel, if not this leaf, is matched with
       data: there is one kernel for each slice of the data, as of experts and by ``vmap``.
@@ -132,6 +111,7 @@ class Findings(NamedTuple):
   """
 
   uses: list[list[Use]]
+  generated_uses: list[Use]
   expert_uses: list[Use]
   scans: list[LayerScan]
   batch_axes: list[_Axes]
@@ -139,49 +119,28 @@ class Findings(NamedTuple):
 
 
 class Value(NamedTuple):
-  """The abstract value of a variable; each set says under which definitions something holds.
+  """The abstract value of a variable.
 
   Attributes:
     labels: of the dimensions, as in an einsum: two have one label if values are combined along
       them.
-    data: the value is computed from data.
-    leaves: it is computed from this leaf, which has not met data.
-    penalty: it is a number that sums up params, as a weight decay does.
-    axis_maps: the axes of a leaf run like this; of leaves that have not met data, and of kernels
-      that data has looked up.
+    data: whether the value is computed from data.
+    leaves: the leaves that it is computed from and that have not met data.
+    penalty: whether it is a number that sums up params, as a weight decay does.
+    axis_maps: how axes of leaves run; of leaves that have not met data, and of kernels that data
+      has looked up.
   """
 
   labels: tuple[int, ...]
-  data: Definitions = 0
-  leaves: Mapping[int, Definitions] = {}
-  penalty: Definitions = 0
-  axis_maps: Mapping[AxisMap, Definitions] = {}
-
-  @property
-  def has_leaves(self) -> Definitions:
-    """It is computed from some leaf that has not met data."""
-    return _any(self.leaves.values())
-
-  @property
-  def has_axis_maps(self) -> Definitions:
-    """It has some axis map."""
-    return _any(self.axis_maps.values())
+  data: bool = False
+  leaves: frozenset[int] = frozenset()
+  penalty: bool = False
+  axis_maps: tuple[AxisMap, ...] = ()
 
 
-def _any(sets: Iterable[Definitions]) -> Definitions:
-  return functools.reduce(operator.or_, sets, 0)
-
-
-def _unite(
-  mappings: Iterable[Mapping[_Key, Definitions]], under: Definitions = _ALL
-) -> dict[_Key, Definitions]:
-  """What holds in any of several mappings, under some definitions."""
-  united: dict[_Key, Definitions] = {}
-  for mapping in mappings:
-    for key, definitions in mapping.items():
-      if definitions & under:
-        united[key] = united.get(key, 0) | definitions & under
-  return united
+def _unique(axis_maps: Iterable[AxisMap]) -> tuple[AxisMap, ...]:
+  """Axis maps in their order, each once."""
+  return tuple(dict.fromkeys(axis_maps))
 
 
 class _Labels:
@@ -208,26 +167,30 @@ class _Labels:
 
 
 class LeafUses(_jaxpr.Interpreter[Value]):
-  """Notes the uses of leaves and the scans over layers; :meth:`under` returns them."""
+  """Notes the uses of leaves and the scans over layers; :meth:`findings` returns them."""
 
-  def __init__(self, named_kernels: frozenset[int] = frozenset()) -> None:
+  def __init__(
+    self, definition: DataKind = DataKind.ARRAY, named_kernels: frozenset[int] = frozenset()
+  ) -> None:
     """Makes an analysis.
 
     Args:
+      definition: the last kind of values that are data.
       named_kernels: the leaves with the name of a kernel. Of two leaves in a product without data
         the second is the kernel, unless only the first has the name of one.
     """
-    self._named_kernels = named_kernels
-    self._uses: list[list[tuple[Use, Definitions]]] = []  # of each equation that has some
-    self._expert_uses: list[tuple[Use, Definitions]] = []
-    self._scans: list[tuple[LayerScan, Definitions]] = []
-    self._unknown: dict[tuple[int, str], Definitions] = {}
+    self._definition, self._named_kernels = definition, named_kernels
+    self._uses: list[list[Use]] = []  # of each equation that has some
+    self._generated_uses: list[Use] = []
+    self._expert_uses: list[Use] = []
+    self._scans: list[LayerScan] = []
+    self._unknown: list[dict[str, None]] = []  # the primitives of each leaf, in their order
     self._shapes: list[tuple[int, ...]] = []  # of each leaf
     self._labels = _Labels()
     self._axis_labels: list[tuple[int, ...]] = []  # of each leaf
     # The labels along which kernels and data are matched slice by slice, and summed over.
-    self._batch: dict[int, Definitions] = {}
-    self._contracted: dict[int, Definitions] = {}
+    self._batch: set[int] = set()
+    self._contracted: set[int] = set()
     # By equation, operand and result: which dimensions of the operand run along the result's.
     self._aligned: dict[tuple[int, int, int], tuple[tuple[int, int], ...]] = {}
 
@@ -235,42 +198,38 @@ class LeafUses(_jaxpr.Interpreter[Value]):
     """The next leaf, as it enters the program."""
     value, number = self.argument(shape, None), len(self._shapes)
     self._shapes.append(shape)
+    self._unknown.append({})
     self._axis_labels.append(value.labels)
-    axis_maps = {_axis_map.identity(number, shape): _ALL}
-    return value._replace(leaves={number: _ALL}, axis_maps=axis_maps)
+    axis_maps = (_axis_map.identity(number, shape),)
+    return value._replace(leaves=frozenset([number]), axis_maps=axis_maps)
 
   def argument(self, shape: Sequence[int], kind: DataKind | None) -> Value:
     """Another argument of the program, or a constant; None: it is data by no definition."""
-    return Value(tuple(self._labels.fresh() for _ in shape), _definitions_with(kind))
+    return Value(tuple(self._labels.fresh() for _ in shape), self._is_data(kind))
 
   def note_result(self, loss: Value) -> None:
     """Notes the leaves that enter the loss without meeting data: in nothing but a penalty."""
-    leaves = sorted(loss.leaves.items())
-    self._uses.append([(Use(leaf, UseKind.PENALTY), under) for leaf, under in leaves])
+    self._uses.append([Use(leaf, UseKind.PENALTY) for leaf in sorted(loss.leaves)])
 
-  def under(self, definition: Definitions) -> Findings:
-    """The findings under one definition of data."""
-    uses = [[use for use, under in of_equation if under & definition] for of_equation in self._uses]
-    of_experts = [use for use, under in self._expert_uses if under & definition]
-    scans = [scan for scan, under in self._scans if under & definition]
-
-    def noted(labels: dict[int, Definitions]) -> set[int]:
-      return {self._labels.find(label) for label, under in labels.items() if under & definition}
-
-    batch = noted(self._batch) - noted(self._contracted)
+  def findings(self) -> Findings:
+    """What was found in the programs that were run."""
+    batch, contracted = (
+      set(map(self._labels.find, labels)) for labels in (self._batch, self._contracted)
+    )
     batch_axes = [
-      frozenset(axis for axis, label in enumerate(labels) if self._labels.find(label) in batch)
+      frozenset(
+        axis for axis, label in enumerate(labels) if self._labels.find(label) in batch - contracted
+      )
       for labels in self._axis_labels
     ]
-    unknown = [
-      tuple(
-        name
-        for (of_leaf, name), under in self._unknown.items()
-        if of_leaf == leaf and under & definition
-      )
-      for leaf in range(len(self._shapes))
-    ]
-    return Findings(list(filter(None, uses)), of_experts, scans, batch_axes, unknown)
+    return Findings(
+      list(filter(None, self._uses)),
+      self._generated_uses,
+      self._expert_uses,
+      self._scans,
+      batch_axes,
+      list(map(tuple, self._unknown)),
+    )
 
   def constant(self, value: Any) -> Value:
     return self.argument(np.shape(value), DataKind.CONSTANT if np.size(value) > 1 else None)
@@ -278,60 +237,57 @@ class LeafUses(_jaxpr.Interpreter[Value]):
   def join(self, values: Sequence[Value]) -> Value:
     # The first one's labels stay, so that the carry of a loop settles.
     labels = zip(*(v.labels for v in values), strict=True)
-    are_penalties = functools.reduce(
-      operator.and_, (v.penalty | ~v.has_leaves & _ALL for v in values)
-    )
     return Value(
       tuple(map(self._labels.unite, labels)),
-      _any(v.data for v in values),
-      _unite(v.leaves for v in values),
-      _any(v.penalty for v in values) & are_penalties,
-      _unite(v.axis_maps for v in values),
+      any(v.data for v in values),
+      frozenset().union(*(v.leaves for v in values)),
+      any(v.penalty for v in values) and all(v.penalty or not v.leaves for v in values),
+      _unique(m for v in values for m in v.axis_maps),
     )
 
   def operation(self, equation: Any, inputs: list[Value]) -> list[Value]:
     rule = _primitives.rule_of(equation)
     if rule.is_identity:
       return inputs
-    data = _any(v.data for v in inputs)
+    data = any(v.data for v in inputs)
     if equation.primitive.name == "random_wrap":
       # A key that the batch holds as integers: what is drawn from it is noise.
-      data &= _definitions_with(DataKind.NOISE)
+      data = data and self._is_data(DataKind.NOISE)
     if data:
-      self._note_uses(equation, inputs, data)
-    if not_data := _WITH_PRODUCTS & ~data:
-      data |= self._note_generated(equation, inputs, not_data)
-    leaves = _unite((v.leaves for v in inputs), _ALL & ~data)
-    summed = _any(
-      v.penalty | (v.has_leaves if atom.aval.shape else 0)
+      self._note_uses(equation, inputs)
+    else:
+      inputs = self._note_generated(equation, inputs)
+    leaves = frozenset() if data else frozenset().union(*(v.leaves for v in inputs))
+    summed = any(
+      v.penalty or (v.leaves and atom.aval.shape)
       for v, atom in zip(inputs, equation.invars, strict=True)
     )
-    by_data = _any(v.data for v in inputs[1:]) if rule.is_lookup else 0
+    by_data = rule.is_lookup and any(v.data for v in inputs[1:])
     values = [
       Value(
         self._result_labels(equation, inputs, result),
         data,
         leaves,
-        0 if variable.aval.shape else _any(leaves.values()) & summed,
+        bool(leaves) and summed and not variable.aval.shape,
         _result_axis_maps(equation, inputs, result, by_data),
       )
       for result, variable in enumerate(equation.outvars)
     ]
     if not _primitives.is_known(equation):
-      name = equation.primitive.name
-      for axis_map, under in _unite(v.axis_maps for v in inputs).items():
-        key = axis_map.leaf, name
-        self._unknown[key] = self._unknown.get(key, 0) | under
+      for axis_map in (m for v in inputs for m in v.axis_maps):
+        self._unknown[axis_map.leaf][equation.primitive.name] = None
     return values
 
   def loop(self, equation: Any, body: Any, inputs: list[Value], carry: slice) -> list[Value]:
     slices = [self._slice(value) for value in inputs[carry.stop :]]
     self._note_scan(equation, inputs, carry)
-    lengths = len(self._uses), len(self._expert_uses), len(self._scans)
+    noted: list[list[Any]] = [self._uses, self._generated_uses, self._expert_uses, self._scans]
+    lengths = list(map(len, noted))
 
     def one_round(inputs: list[Value]) -> list[Value]:
       # Of the last round alone.
-      del self._uses[lengths[0] :], self._expert_uses[lengths[1] :], self._scans[lengths[2] :]
+      for notes, length in zip(noted, lengths, strict=True):
+        del notes[length:]
       return self.run(body, inputs)
 
     outputs = self.settle(one_round, [*inputs[: carry.stop], *slices], carry)
@@ -340,54 +296,47 @@ class LeafUses(_jaxpr.Interpreter[Value]):
 
   def branches(self, branches: Sequence[Any], inputs: list[Value]) -> list[Value]:
     results = []
-    noted: dict[int, Definitions] = {}
+    noted: set[int] = set()
     for branch in branches:
       start = len(self._uses)
       results.append(self.run(branch, inputs))
-      of_branch = self._uses[start:]
       # A leaf of two branches is used once.
-      self._uses[start:] = [
-        [(use, new) for use, under in uses if (new := under & ~noted.get(use.leaf, 0))]
-        for uses in of_branch
-      ]
-      for use, under in (noted_use for uses in of_branch for noted_use in uses):
-        noted[use.leaf] = noted.get(use.leaf, 0) | under
+      of_branch = [[use for use in uses if use.leaf not in noted] for uses in self._uses[start:]]
+      self._uses[start:] = of_branch
+      noted |= {use.leaf for uses in of_branch for use in uses}
     return list(map(self.join, zip(*results, strict=True)))
+
+  def _is_data(self, kind: DataKind | None) -> bool:
+    return kind is not None and kind <= self._definition
 
   def _slice(self, value: Value) -> Value:
     """A value of which a scan takes one slice after the other."""
-    axis_maps = _unite({m.first_slice(): under} for m, under in value.axis_maps.items())
+    axis_maps = _unique(m.first_slice() for m in value.axis_maps)
     return value._replace(axis_maps=axis_maps, labels=value.labels[1:])
 
   def _stack(self, value: Value) -> Value:
     """A value whose copies a scan stacks."""
-    axis_maps = _unite({m.stack(): under} for m, under in value.axis_maps.items())
+    axis_maps = _unique(m.stack() for m in value.axis_maps)
     return value._replace(axis_maps=axis_maps, labels=(self._labels.fresh(), *value.labels))
 
   def _note_scan(self, equation: Any, inputs: list[Value], carry: slice) -> None:
-    """Notes a scan over layers, under the definitions by which it slices leaves."""
-    sliced = _unite(v.axis_maps for v in inputs[carry.stop :])
+    """Notes a scan over layers: one with a carry that slices leaves."""
+    sliced = inputs[carry.stop :]
     # Without a carry, layers are computed independently.
     if not sliced or carry.stop == carry.start or not equation.params["length"]:
       return
-    constant = _unite(v.axis_maps for v in inputs[: carry.start])
-    scans: dict[LayerScan, Definitions] = {}
-    for definition in (1 << bit for bit in range(_ALL.bit_length())):
-      outer = {leaf for scan, under in self._scans if under & definition for leaf in scan.axis_of}
-      axes = {
-        m.leaf: m.dims[0][0].axis
-        for m, under in sliced.items()
-        if under & definition
-        and not m.sliced
-        and m.leaf not in outer
-        and _axis_map.is_axis(m.dims[0], self._shapes[m.leaf])
-      }
-      shared = frozenset(m.leaf for m, u in constant.items() if u & definition and not m.sliced)
-      if axes:
-        length, reverse = equation.params["length"], equation.params["reverse"]
-        scan = LayerScan(tuple(sorted(axes.items())), shared, length, reverse)
-        scans[scan] = scans.get(scan, 0) | definition
-    self._scans += scans.items()
+    outer = {leaf for scan in self._scans for leaf in scan.axis_of}
+    axes = {
+      m.leaf: m.dims[0][0].axis
+      for value in sliced
+      for m in value.axis_maps
+      if not m.sliced and m.leaf not in outer and _axis_map.is_axis(m.dims[0], self._shapes[m.leaf])
+    }
+    if axes:
+      constants = (m for value in inputs[: carry.start] for m in value.axis_maps)
+      shared = frozenset(m.leaf for m in constants if not m.sliced)
+      length, reverse = equation.params["length"], equation.params["reverse"]
+      self._scans.append(LayerScan(tuple(sorted(axes.items())), shared, length, reverse))
 
   def _result_labels(self, equation: Any, inputs: list[Value], result: int) -> tuple[int, ...]:
     """The labels of a result: of the operands' dimensions that run along its own."""
@@ -413,80 +362,106 @@ class LeafUses(_jaxpr.Interpreter[Value]):
       )
     return self._aligned[key]
 
-  def _note_uses(self, equation: Any, inputs: list[Value], data: Definitions) -> None:
-    """Notes the leaves that meet data in an equation, which has some by these definitions."""
+  def _note_uses(self, equation: Any, inputs: list[Value]) -> None:
+    """Notes the leaves that meet data in an equation."""
     product = _primitives.product_of(equation)
-    met: dict[int, Definitions] = {}  # outside of penalties
-    uses: list[tuple[Use, Definitions]] = []
+    met: set[int] = set()  # outside of penalties
+    uses: list[Use] = []
     for operand, value in enumerate(inputs):
-      met = _unite([met, _unite([value.leaves], data & ~value.penalty)])
-      for axis_map, holds in value.axis_maps.items():
-        under = holds & data & ~value.penalty
-        if not under:
-          continue
+      if value.penalty:
+        continue
+      met |= value.leaves
+      inputs_of_kernels = []
+      if product is not None and operand < 2 and not value.data:
+        inputs_of_kernels = self._inputs_of_kernels(value, product.contracted[operand])
+      for axis_map in value.axis_maps:
         use = _use(equation, operand, axis_map, product)
-        if use.kind == UseKind.CONTRACTED and product is not None:
+        if axis_map in inputs_of_kernels:
+          kind = UseKind.ENTRYWISE if axis_map.has_inputs else UseKind.INPUT
+          use = Use(axis_map.leaf, kind, stacked=axis_map.sliced - axis_map.axes())
+        elif use.kind == UseKind.CONTRACTED and product is not None:
           other = inputs[1 - operand]
           # An embedding and its kernel, or two embeddings, do not make the embedding a kernel.
-          under &= ~(value.data & (~other.data | other.has_axis_maps))
-          self._note_product(product, operand, inputs, under)
-          if of_expert := under & value.data:
-            self._expert_uses.append((use, of_expert))
-        if under := under & ~value.data:
-          uses.append((use, under))
-    for leaf, under in met.items():
-      if unclear := under & ~_any(told for use, told in uses if use.leaf == leaf):
-        uses.append((Use(leaf, UseKind.UNCLEAR), unclear))
+          if value.data and (not other.data or other.axis_maps):
+            continue
+          self._note_product(product, operand, inputs)
+          if value.data:
+            self._expert_uses.append(use)
+        if not value.data:
+          uses.append(use)
+    uses += [Use(leaf, UseKind.UNCLEAR) for leaf in met - {use.leaf for use in uses}]
     # In the order of the leaves.
-    uses.sort(key=lambda noted: noted[0].leaf)
-    for leaf, holds in sorted(_unite((v.leaves for v in inputs), data).items()):
-      if under := holds & ~met.get(leaf, 0):
-        uses.append((Use(leaf, UseKind.PENALTY), under))
+    uses.sort(key=lambda use: use.leaf)
+    in_penalties = frozenset().union(*(v.leaves for v in inputs)) - met
+    uses += [Use(leaf, UseKind.PENALTY) for leaf in sorted(in_penalties)]
     if uses:
       self._uses.append(uses)
 
-  def _note_generated(
-    self, equation: Any, inputs: list[Value], not_data: Definitions
-  ) -> Definitions:
-    """Notes the kernel in a product without data; returns the definitions by which it is one."""
+  def _note_generated(self, equation: Any, inputs: list[Value]) -> list[Value]:
+    """Notes the kernel in a product without data; the operands, where it has its inputs."""
     product = _primitives.product_of(equation)
-    if product is None:
-      return 0
-    kernel = self._kernel_of(equation, inputs, not_data)
-    if kernel is None:
-      return 0
-    uses = []
-    for axis_map, holds in inputs[kernel].axis_maps.items():
-      use = _use_in_product(axis_map, kernel, product)
-      if use.kind == UseKind.CONTRACTED and (under := holds & not_data):
-        self._note_product(product, kernel, inputs, under)
-        uses.append((use._replace(kind=UseKind.GENERATED), under))
+    kernel = None if product is None else self._kernel_of(equation, inputs, product)
+    if product is None or kernel is None:
+      return inputs
+    value = inputs[kernel]
+    kernels = _kernels(value, product.contracted[kernel])
+    uses = [_use_in_product(m, kernel, product) for m in kernels]
+    uses = [use for use in uses if use.kind == UseKind.CONTRACTED]
     if uses:
-      self._uses.append(uses)
-    return not_data
+      self._note_product(product, kernel, inputs)
+      self._generated_uses += [use._replace(kind=UseKind.GENERATED) for use in uses]
+    # Constants may be a part of the kernel, and come after it.
+    if kernel == 0 and not inputs[1].leaves:
+      return inputs
+    maps = _unique(m._replace(has_inputs=True) if m in kernels else m for m in value.axis_maps)
+    return [*inputs[:kernel], value._replace(axis_maps=maps), *inputs[kernel + 1 :]]
 
-  def _kernel_of(self, equation: Any, inputs: list[Value], not_data: Definitions) -> int | None:
+  def _kernel_of(
+    self, equation: Any, inputs: list[Value], product: _primitives.Product
+  ) -> int | None:
     """The operand of a product without data that is a kernel, if the other can be its input."""
-    # The same leaves under each of the definitions, for none of them has met data.
-    first, second = (set(_unite([value.leaves], not_data)) for value in inputs[:2])
+    have_inputs = [any(m.has_inputs for m in value.axis_maps) for value in inputs[:2]]
+    kernels = [
+      {m.leaf for m in _kernels(value, dims)}
+      for value, dims in zip(inputs, product.contracted, strict=False)
+    ]
+    first, second = kernels
+    # Two activations, as queries and keys; a matrix times itself is a penalty.
+    if all(have_inputs) or first & second:
+      return None
     if first and second:
-      # A matrix times itself is a penalty.
       only_first = first & self._named_kernels and not second & self._named_kernels
-      return None if first & second else (0 if only_first else 1)
+      return 0 if only_first else 1
     kernel = 0 if first else 1
-    is_array = equation.invars[1 - kernel].aval.size > 1
-    return kernel if (first or second) and is_array else None
+    is_constant = not inputs[1 - kernel].leaves
+    # Constants that mix activations, or scale a kernel, are not its input.
+    no_input = have_inputs[kernel] or equation.invars[1 - kernel].aval.size == 1
+    return None if not (first or second) or (is_constant and no_input) else kernel
 
-  def _note_product(
-    self, product: _primitives.Product, kernel: int, inputs: list[Value], under: Definitions
-  ) -> None:
+  def _inputs_of_kernels(self, value: Value, contracted: Sequence[int]) -> list[AxisMap]:
+    """The leaves of an operand without data that are no kernels of its product with data.
+
+    These are scales; or all of them, if the operand is an activation: if the product sums over the
+    outputs of a kernel, and over nothing else.
+    """
+    scales = [m for m in value.axis_maps if _is_scale(value, m, contracted)]
+    fed = [m for m in value.axis_maps if m.has_inputs]
+    if not fed or _kernels(value, contracted):
+      return scales
+    if len(fed) == len(value.axis_maps) and _free(value, contracted):
+      return scales
+    # A product may be added to a kernel.
+    is_sum = any(
+      m.leaf in self._named_kernels and not m.contracted and m.axes(contracted)
+      for m in value.axis_maps
+    )
+    return scales if is_sum else list(value.axis_maps)
+
+  def _note_product(self, product: _primitives.Product, kernel: int, inputs: list[Value]) -> None:
     """Notes the labels along which a product of a kernel and data matches and sums."""
-    for dim in product.batch[kernel]:
-      label = inputs[kernel].labels[dim]
-      self._batch[label] = self._batch.get(label, 0) | under
+    self._batch |= {inputs[kernel].labels[dim] for dim in product.batch[kernel]}
     for value, dims in zip(inputs, product.contracted, strict=False):
-      for label in (value.labels[dim] for dim in dims):
-        self._contracted[label] = self._contracted.get(label, 0) | under
+      self._contracted |= {value.labels[dim] for dim in dims}
 
 
 def scanned_axes(program: Any, leaves: range) -> dict[int, int]:
@@ -503,8 +478,7 @@ def scanned_axes(program: Any, leaves: range) -> dict[int, int]:
       for i, shape in enumerate(shapes)
     ],
   )
-  scans = analysis.under(DEFINITIONS[DataKind.ARRAY]).scans
-  return {leaf: axis for scan in scans for leaf, axis in scan.axes}
+  return {leaf: axis for scan in analysis.findings().scans for leaf, axis in scan.axes}
 
 
 def _use(
@@ -514,7 +488,7 @@ def _use(
   if product is not None and operand < 2:
     return _use_in_product(axis_map, operand, product)
   rule = _primitives.rule_of(equation)
-  if rule.is_lookup and operand == 0:
+  if rule.is_lookup and operand == 0 and not axis_map.contracted:
     moved = _primitives.move(equation, 0, axis_map, 0, by_data=True)
     return Use(axis_map.leaf, UseKind.LOOKUP, stacked=_NO_AXES if moved is None else moved.sliced)
   kind = UseKind.ENTRYWISE if rule.is_entrywise else UseKind.UNCLEAR
@@ -531,14 +505,44 @@ def _use_in_product(axis_map: AxisMap, operand: int, product: _primitives.Produc
     joined, is_depthwise = _of_convolution(axis_map, product)
     batch, outputs = batch | joined, outputs - joined
     contracted = window if is_depthwise else contracted
-  fan_in = contracted or axis_map.contracted
   if contracted & (outputs | batch) or (axis_map.gathered and not outputs):
     return Use(axis_map.leaf, UseKind.UNCLEAR)
+  fan_in, kind = contracted, UseKind.CONTRACTED
+  if not contracted:
+    fan_in, kind = axis_map.contracted, UseKind.GENERATED
+  elif outputs and axis_map.has_inputs:
+    fan_in |= axis_map.contracted  # as of a kernel that constants resize
   if not fan_in:
     stacked = axis_map.sliced - axis_map.axes()
     return Use(axis_map.leaf, UseKind.ENTRYWISE, stacked=stacked)
   stacked = (axis_map.sliced | axis_map.gathered | batch) - outputs - fan_in
-  return Use(axis_map.leaf, UseKind.CONTRACTED, fan_in, stacked, window)
+  return Use(axis_map.leaf, kind, fan_in, stacked, window)
+
+
+def _kernels(value: Value, contracted: Sequence[int]) -> list[AxisMap]:
+  """The leaves of an operand, by axis map, that may be kernels: those that the product sums over.
+
+  A sum over the outputs of a kernel that has its inputs tells nothing of others, as a bias, that
+  share this dimension.
+  """
+  free = _free(value, contracted)
+  return [
+    m
+    for m in value.axis_maps
+    if not m.has_inputs and m.axes(free) and not _is_scale(value, m, contracted)
+  ]
+
+
+def _is_scale(value: Value, axis_map: AxisMap, contracted: Sequence[int]) -> bool:
+  """Whether a leaf is broadcast along all outputs of others with which it makes an operand."""
+  kept = [dim for dim in range(len(axis_map.dims)) if dim not in contracted]
+  is_broadcast = not axis_map.contracted and not axis_map.axes(kept)
+  return is_broadcast and any(m.axes(kept) for m in value.axis_maps)
+
+
+def _free(value: Value, dims: Sequence[int]) -> list[int]:
+  """Those of some dimensions along which no kernel that has its inputs has outputs."""
+  return [dim for dim in dims if not any(m.has_inputs and m.axes([dim]) for m in value.axis_maps)]
 
 
 def _of_convolution(axis_map: AxisMap, product: _primitives.Product) -> tuple[_Axes, bool]:
@@ -555,24 +559,19 @@ def _of_convolution(axis_map: AxisMap, product: _primitives.Product) -> tuple[_A
 
 
 def _result_axis_maps(
-  equation: Any, inputs: list[Value], result: int, by_data: Definitions
-) -> dict[AxisMap, Definitions]:
+  equation: Any, inputs: list[Value], result: int, by_data: bool
+) -> tuple[AxisMap, ...]:
   """The axis maps of a result: of leaves, or of kernels that data has looked up.
 
-  `by_data` has the definitions by which data chose the result from its first operand.
+  `by_data`: whether data chose the result from its first operand.
   """
-  maps: dict[AxisMap, Definitions] = {}
   # Kernels that data has looked up stay kernels until they meet other data.
-  meets = _any(v.data for v in inputs) & ~by_data
-  stays = 0
-  if _primitives.product_of(equation) is None:
-    stays = functools.reduce(operator.and_, (v.has_axis_maps | ~v.data for v in inputs), meets)
-  for operand, value in enumerate(inputs):
-    for axis_map, holds in value.axis_maps.items():
-      under = holds & ~meets | holds & value.data & stays
-      for moves, chosen in ((under & by_data, True), (under & ~by_data, False)):
-        if moves:
-          moved = _primitives.move(equation, operand, axis_map, result, chosen)
-          if moved is not None:
-            maps[moved] = maps.get(moved, 0) | moves
-  return maps
+  meets = any(v.data for v in inputs) and not by_data
+  stay = _primitives.product_of(equation) is None and all(v.axis_maps or not v.data for v in inputs)
+  moved = (
+    _primitives.move(equation, operand, axis_map, result, by_data)
+    for operand, value in enumerate(inputs)
+    if not meets or (value.data and stay)
+    for axis_map in value.axis_maps
+  )
+  return _unique(m for m in moved if m is not None)

@@ -64,6 +64,21 @@ def _resize(
   return axis_map.resize(shape, by_data)
 
 
+def _stretch(
+  equation: Any, operand: int, axis_map: AxisMap, shape: Sequence[int], by_data: bool
+) -> AxisMap | None:
+  resized = axis_map.resize(shape, by_data)
+  if resized is None or not axis_map.dims:
+    return resized
+  # One entry that is repeated runs along no axis.
+  pairs = zip(axis_map.dims, resized.dims, strict=True)
+  dims = (
+    _axis_map.no_axis(_axis_map.size_of(new)) if _axis_map.size_of(old) == 1 else new
+    for old, new in pairs
+  )
+  return resized._replace(dims=tuple(dims))
+
+
 def _dynamic_slice(
   equation: Any, operand: int, axis_map: AxisMap, shape: Sequence[int], by_data: bool
 ) -> AxisMap | None:
@@ -187,7 +202,7 @@ def _product_rule(product: Callable[[Any], Product]) -> Rule:
 
 
 # A result's entry is computed from the entries at its index, or from scalars.
-POINTWISE = Rule(_resize, is_entrywise=True, is_pointwise=True)
+POINTWISE = Rule(_stretch, is_entrywise=True, is_pointwise=True)
 # Entries change places, or devices; a collective combines those of several devices. Primitives that
 # mix entries along an axis and keep it, as `cumsum`, are neither this nor a `REDUCTION`, for an
 # entry of a result holds several of the operand. They have no rule, so the axes of their leaves are
@@ -231,6 +246,7 @@ RULES: dict[str, Rule] = {
   **dict.fromkeys(("pmax", "pmin", "psum", "psum2", "psum_invariant"), ENTRYWISE),
   # Shapes and indices.
   "rev": ENTRYWISE,
+  "tile": Rule(_stretch, is_entrywise=True),
   **dict.fromkeys(("concatenate", "pad", "slice", "split"), PART),
   "dynamic_slice": Rule(_dynamic_slice, is_entrywise=True, is_lookup=True),
   "gather": Rule(_gather, is_lookup=True),
