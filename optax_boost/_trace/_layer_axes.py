@@ -1,7 +1,8 @@
 """What a traced loss tells of its params: each leaf's axes, and the order in which they are used.
 
 The equation in which a leaf first meets data tells its axes apart. The *fan-in* are the axes that a
-product sums over there. *Stacked* axes are those that a scan slices, that index one of many
+product sums over there, or in an earlier product with the kernel's input: with learned queries,
+noise or constants. *Stacked* axes are those that a scan slices, that index one of many
 kernels, or along which each kernel has data of its own (``vmap``, experts); a *layer* is one slice
 along them. All others are *outputs*. Rows of an embedding are looked up, so it has no fan-in.
 """
@@ -11,6 +12,7 @@ from collections.abc import Collection
 from collections.abc import Sequence
 import dataclasses
 import functools
+import itertools
 import math
 import re
 from typing import Any
@@ -32,7 +34,7 @@ class Axes(NamedTuple):
   """The axes of a leaf, ascending; each is in one of the first three.
 
   Attributes:
-    fan_in: summed over where the leaf first meets data.
+    fan_in: summed over where the leaf first meets data, or its input.
     stacked: along which the leaf holds layers, or experts.
     outputs: all others.
     window: the axes of `fan_in` along which a convolution slides.
@@ -179,8 +181,10 @@ def layer_axes(loss_fn: Callable[..., Any], params: optax.Params, *args: Any) ->
   A leaf's axes are told by the operation in which it first meets data. Axes that a matrix product
   or a convolution sums over are the fan-in; axes that a scan slices, that index one of many
   kernels, or along which each kernel has data of its own (``vmap``, experts) hold layers; the
-  others are outputs. Rows of embeddings are looked up, so these have no fan-in. A kernel whose
-  input no data goes into (noise, constants, learned tables) has the fan-in of its product with it.
+  others are outputs. Rows of embeddings are looked up, so these have no fan-in, nor has a leaf that
+  is named as a bias. A kernel whose input no data goes into (noise, constants, learned queries) has
+  the fan-in of its product with it. Of two params in such a product the second is the kernel,
+  unless only the first is named kernel or weight.
 
   Args:
     loss_fn: the loss, as ``loss_fn(params, *args)``; aux is ignored.
@@ -271,9 +275,13 @@ def describe(program: Any, params: Any, data: Sequence[bool | None] | None = Non
     return analysis.findings()
 
   findings = _by_narrowest_definition(analyze)
+  uses: list[list[_leaf_uses.Use]] = [[] for _ in paths]
+  for use in (*findings.early_uses, *itertools.chain(*findings.uses), *findings.expert_uses):
+    uses[use.leaf].append(use)
+  experts = {use.leaf for use in findings.expert_uses}
   axes = [
-    _axes(findings, leaf, path, len(shape))
-    for leaf, (path, shape) in enumerate(zip(paths, shapes, strict=False))
+    _axes(uses[leaf], leaf in experts, findings.batch_axes[leaf], path, len(shapes[leaf]))
+    for leaf, path in enumerate(paths)
   ]
   unknown_primitives = [
     names if axes[leaf] is None else () for leaf, names in enumerate(findings.unknown_primitives)
@@ -338,22 +346,21 @@ def _order(findings: _leaf_uses.Findings) -> list[int]:
   return used + sorted(in_penalties - set(used))
 
 
-def _axes(findings: _leaf_uses.Findings, leaf: int, path: str, rank: int) -> Axes | None:
+def _axes(
+  uses: Sequence[_leaf_uses.Use], is_expert: bool, batch: frozenset[int], path: str, rank: int
+) -> Axes | None:
   """The axes of a leaf, by its first use that tells them; a bias has no fan-in."""
   is_bias = _tree.is_bias_or_norm(path)
   # Tables of positions are no kernels, though constants may resize them.
   is_table = rank == 1 or is_embedding(path)
-  of_experts = [use for use in findings.expert_uses if use.leaf == leaf]
-  of_equations = (use for uses in findings.uses for use in uses)
-  uses = [use for use in (*findings.generated_uses, *of_equations) if use.leaf == leaf] + of_experts
   # Rows of a tied embedding are looked up, and contracted where it is the last layer.
   telling = [kind for kind in UseKind if kind not in (UseKind.PENALTY, UseKind.UNCLEAR)]
-  if of_experts:
+  if is_expert:
     telling.remove(UseKind.LOOKUP)
   for kind in telling:
     for use in uses:
       if use.kind == kind:
-        stacked = (use.stacked | findings.batch_axes[leaf]) - use.fan_in
+        stacked = (use.stacked | batch) - use.fan_in
         is_kernel = not is_bias and not (is_table and kind == UseKind.GENERATED)
         fan_in, window = (use.fan_in, use.window) if is_kernel else (frozenset(), frozenset())
         outputs = frozenset(range(rank)) - stacked - fan_in

@@ -101,7 +101,7 @@ class Findings(NamedTuple):
 
   Attributes:
     uses: the uses in each equation that has some, those in penalties last.
-    generated_uses: of kernels, in products without data.
+    early_uses: of kernels in products without data, and of the inputs of kernels.
     expert_uses: of kernels that data has looked up.
     scans: the scans over layers.
     batch_axes: for each leaf the axes along which some kernel, if not this leaf, is matched with
@@ -111,7 +111,7 @@ class Findings(NamedTuple):
   """
 
   uses: list[list[Use]]
-  generated_uses: list[Use]
+  early_uses: list[Use]
   expert_uses: list[Use]
   scans: list[LayerScan]
   batch_axes: list[_Axes]
@@ -181,7 +181,8 @@ class LeafUses(_jaxpr.Interpreter[Value]):
     """
     self._definition, self._named_kernels = definition, named_kernels
     self._uses: list[list[Use]] = []  # of each equation that has some
-    self._generated_uses: list[Use] = []
+    self._early_uses: list[Use] = []
+    self._inputs: dict[int, Use] = {}  # the first use of each leaf in an input of a kernel
     self._expert_uses: list[Use] = []
     self._scans: list[LayerScan] = []
     self._unknown: list[dict[str, None]] = []  # the primitives of each leaf, in their order
@@ -224,7 +225,7 @@ class LeafUses(_jaxpr.Interpreter[Value]):
     ]
     return Findings(
       list(filter(None, self._uses)),
-      self._generated_uses,
+      [*self._early_uses, *self._inputs.values()],
       self._expert_uses,
       self._scans,
       batch_axes,
@@ -281,7 +282,7 @@ class LeafUses(_jaxpr.Interpreter[Value]):
   def loop(self, equation: Any, body: Any, inputs: list[Value], carry: slice) -> list[Value]:
     slices = [self._slice(value) for value in inputs[carry.stop :]]
     self._note_scan(equation, inputs, carry)
-    noted: list[list[Any]] = [self._uses, self._generated_uses, self._expert_uses, self._scans]
+    noted: list[list[Any]] = [self._uses, self._early_uses, self._expert_uses, self._scans]
     lengths = list(map(len, noted))
 
     def one_round(inputs: list[Value]) -> list[Value]:
@@ -378,11 +379,12 @@ class LeafUses(_jaxpr.Interpreter[Value]):
         use = _use(equation, operand, axis_map, product)
         if axis_map in inputs_of_kernels:
           kind = UseKind.ENTRYWISE if axis_map.has_inputs else UseKind.INPUT
-          use = Use(axis_map.leaf, kind, stacked=axis_map.sliced - axis_map.axes())
+          use = _use_of_entries(axis_map, kind)
         elif use.kind == UseKind.CONTRACTED and product is not None:
           other = inputs[1 - operand]
           # An embedding and its kernel, or two embeddings, do not make the embedding a kernel.
           if value.data and (not other.data or other.axis_maps):
+            self._note_input(axis_map)
             continue
           self._note_product(product, operand, inputs)
           if value.data:
@@ -409,7 +411,9 @@ class LeafUses(_jaxpr.Interpreter[Value]):
     uses = [use for use in uses if use.kind == UseKind.CONTRACTED]
     if uses:
       self._note_product(product, kernel, inputs)
-      self._generated_uses += [use._replace(kind=UseKind.GENERATED) for use in uses]
+      self._early_uses += [use._replace(kind=UseKind.GENERATED) for use in uses]
+      for axis_map in inputs[1 - kernel].axis_maps:
+        self._note_input(axis_map)
     # Constants may be a part of the kernel, and come after it.
     if kernel == 0 and not inputs[1].leaves:
       return inputs
@@ -444,18 +448,20 @@ class LeafUses(_jaxpr.Interpreter[Value]):
     These are scales; or all of them, if the operand is an activation: if the product sums over the
     outputs of a kernel, and over nothing else.
     """
-    scales = [m for m in value.axis_maps if _is_scale(value, m, contracted)]
     fed = [m for m in value.axis_maps if m.has_inputs]
-    if not fed or _kernels(value, contracted):
-      return scales
-    if len(fed) == len(value.axis_maps) and _free(value, contracted):
-      return scales
+    is_product = _kernels(value, contracted) or (
+      len(fed) == len(value.axis_maps) and _free(value, contracted)
+    )
     # A product may be added to a kernel.
     is_sum = any(
       m.leaf in self._named_kernels and not m.contracted and m.axes(contracted)
       for m in value.axis_maps
     )
-    return scales if is_sum else list(value.axis_maps)
+    is_activation = fed and not is_product and not is_sum
+    return [m for m in value.axis_maps if is_activation or _is_scale(value, m, contracted)]
+
+  def _note_input(self, axis_map: AxisMap) -> None:
+    self._inputs.setdefault(axis_map.leaf, _use_of_entries(axis_map))
 
   def _note_product(self, product: _primitives.Product, kernel: int, inputs: list[Value]) -> None:
     """Notes the labels along which a product of a kernel and data matches and sums."""
@@ -492,6 +498,11 @@ def _use(
     moved = _primitives.move(equation, 0, axis_map, 0, by_data=True)
     return Use(axis_map.leaf, UseKind.LOOKUP, stacked=_NO_AXES if moved is None else moved.sliced)
   kind = UseKind.ENTRYWISE if rule.is_entrywise else UseKind.UNCLEAR
+  return _use_of_entries(axis_map, kind)
+
+
+def _use_of_entries(axis_map: AxisMap, kind: UseKind = UseKind.ENTRYWISE) -> Use:
+  """A use that keeps the entries of a leaf apart."""
   return Use(axis_map.leaf, kind, stacked=axis_map.sliced - axis_map.axes())
 
 
@@ -513,8 +524,7 @@ def _use_in_product(axis_map: AxisMap, operand: int, product: _primitives.Produc
   elif outputs and axis_map.has_inputs:
     fan_in |= axis_map.contracted  # as of a kernel that constants resize
   if not fan_in:
-    stacked = axis_map.sliced - axis_map.axes()
-    return Use(axis_map.leaf, UseKind.ENTRYWISE, stacked=stacked)
+    return _use_of_entries(axis_map)
   stacked = (axis_map.sliced | axis_map.gathered | batch) - outputs - fan_in
   return Use(axis_map.leaf, kind, fan_in, stacked, window)
 

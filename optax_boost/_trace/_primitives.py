@@ -67,14 +67,16 @@ def _resize(
 def _stretch(
   equation: Any, operand: int, axis_map: AxisMap, shape: Sequence[int], by_data: bool
 ) -> AxisMap | None:
+  sizes = equation.invars[operand].aval.shape
+  if sizes == shape:
+    return axis_map
   resized = axis_map.resize(shape, by_data)
-  if resized is None or not axis_map.dims:
+  if resized is None or not sizes:
     return resized
   # One entry that is repeated runs along no axis.
-  pairs = zip(axis_map.dims, resized.dims, strict=True)
   dims = (
-    _axis_map.no_axis(_axis_map.size_of(new)) if _axis_map.size_of(old) == 1 else new
-    for old, new in pairs
+    _axis_map.no_axis(size) if old == 1 else dim
+    for dim, old, size in zip(resized.dims, sizes, shape, strict=True)
   )
   return resized._replace(dims=tuple(dims))
 

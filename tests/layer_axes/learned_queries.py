@@ -270,6 +270,50 @@ def perceiver() -> Structure:
   return Structure(loss, params, (X,), kernels(params))
 
 
+def perceiver_of_layers() -> Structure:
+  """The carry of a scan over layers begins with the latents."""
+  layers = stack({"ln": norm(), "cross": attention(), "mlp": mlp()})
+  params = {"latents": shape(5, D), "layers": layers, "logits": dense(D, 5)}
+
+  def loss(p, x):
+    def layer(z, p):
+      z += attend(p["cross"], normalize(p["ln"], z), x)
+      return z + apply_mlp(p["mlp"], z), None
+
+    z, _ = jax.lax.scan(layer, tiled(p["latents"], x), p["layers"])
+    return jnp.mean(project(p["logits"], z))
+
+  fan_in = kernels({"logits": params["logits"]}) | kernels({"layers": layers}, offset=1)
+  return Structure(loss, params, (X,), fan_in, all_stacked({"layers": layers}))
+
+
+def recurrent() -> Structure:
+  """The first state of a recurrent network is learned."""
+  params = {"state": shape(1, 8), "h": shape(8, 8), "x": dense(D, 8), "out": shape(8, 2)}
+
+  def loss(p, x):
+    step = lambda h, row: (jnp.tanh(h @ p["h"] + project(p["x"], row)), None)  # noqa: E731
+    state = jnp.broadcast_to(p["state"], (len(x), 8))
+    return jnp.mean(jax.lax.scan(step, state, jnp.moveaxis(x, 1, 0))[0] @ p["out"])
+
+  return Structure(loss, params, (X,), {"h": (0,), "x/kernel": (0,), "out": (0,)})
+
+
+def generator() -> Structure:
+  """Noise alone goes into a generator, and its images into a discriminator."""
+  params = {"generator": mlp(), "shift": shape(4, D), "discriminator": mlp(), "out": shape(D, 1)}
+
+  def loss(p, x, key):
+    def score(x):
+      return jnp.mean(apply_mlp(p["discriminator"], x) @ p["out"])
+
+    made = apply_mlp(p["generator"], jax.random.normal(key, x.shape) + p["shift"])
+    return score(x) - score(made)
+
+  key = jax.eval_shape(jax.random.key, 0)
+  return Structure(loss, params, (ROWS, key), kernels(params) | {"out": (0,)})
+
+
 def detr_layer() -> Any:
   norms = {name: norm() for name in ("norm1", "norm2", "norm3")}
   return {"self": attention(), "cross": attention(), "mlp": mlp()} | norms
@@ -657,6 +701,9 @@ STRUCTURES = {
   "rows of stacked leaves": rows_of_stacked_leaves,
   "rotated queries": rotated_queries,
   "Perceiver": perceiver,
+  "Perceiver of layers": perceiver_of_layers,
+  "recurrent": recurrent,
+  "generator": generator,
   "DETR": functools.partial(detr, "layers"),
   "DETR scanned": functools.partial(detr, "scan"),
   "DETR of learned targets": functools.partial(detr, "learned"),
