@@ -259,9 +259,7 @@ def describe(program: Any, params: Any, data: Sequence[bool | None] | None = Non
   shapes = [variable.aval.shape for variable in program.jaxpr.invars]
   others = program.jaxpr.invars[len(paths) :]
   flags = [True] * len(others) if data is None else data
-  named = frozenset(
-    leaf for leaf, path in enumerate(paths) if _KERNEL.search(path) and len(shapes[leaf]) > 1
-  )
+  named = frozenset(leaf for leaf, path in enumerate(paths) if _KERNEL.search(path))
 
   def analyze(definition: DataKind) -> _leaf_uses.Findings:
     analysis = _leaf_uses.LeafUses(definition, named)

@@ -182,7 +182,7 @@ class LeafUses(_jaxpr.Interpreter[Value]):
     self._definition, self._named_kernels = definition, named_kernels
     self._uses: list[list[Use]] = []  # of each equation that has some
     self._early_uses: list[Use] = []
-    self._inputs: dict[int, Use] = {}  # the first use of each leaf in an input of a kernel
+    self._inputs: dict[int, Use] = {}  # the first use of each leaf in an input or in data
     self._expert_uses: list[Use] = []
     self._scans: list[LayerScan] = []
     self._unknown: list[dict[str, None]] = []  # the primitives of each leaf, in their order
@@ -376,6 +376,8 @@ class LeafUses(_jaxpr.Interpreter[Value]):
       if product is not None and operand < 2 and not value.data:
         inputs_of_kernels = self._inputs_of_kernels(value, product.contracted[operand])
       for axis_map in value.axis_maps:
+        if value.data:
+          self._note_input(axis_map)
         use = _use(equation, operand, axis_map, product)
         if axis_map in inputs_of_kernels:
           kind = UseKind.ENTRYWISE if axis_map.has_inputs else UseKind.INPUT
@@ -384,7 +386,6 @@ class LeafUses(_jaxpr.Interpreter[Value]):
           other = inputs[1 - operand]
           # An embedding and its kernel, or two embeddings, do not make the embedding a kernel.
           if value.data and (not other.data or other.axis_maps):
-            self._note_input(axis_map)
             continue
           self._note_product(product, operand, inputs)
           if value.data:
@@ -400,18 +401,20 @@ class LeafUses(_jaxpr.Interpreter[Value]):
       self._uses.append(uses)
 
   def _note_generated(self, equation: Any, inputs: list[Value]) -> list[Value]:
-    """Notes the kernel in a product without data; the operands, where it has its inputs."""
+    """Notes the kernel in a product without data; returns the operands, the kernel with inputs."""
     product = _primitives.product_of(equation)
-    kernel = None if product is None else self._kernel_of(equation, inputs, product)
+    kernel = None if product is None else self._kernel_of(inputs, product)
     if product is None or kernel is None:
       return inputs
     value = inputs[kernel]
     kernels = _kernels(value, product.contracted[kernel])
     uses = [_use_in_product(m, kernel, product) for m in kernels]
-    uses = [use for use in uses if use.kind == UseKind.CONTRACTED]
-    if uses:
+    generated = [
+      use._replace(kind=UseKind.GENERATED) for use in uses if use.kind == UseKind.CONTRACTED
+    ]
+    if generated:
       self._note_product(product, kernel, inputs)
-      self._early_uses += [use._replace(kind=UseKind.GENERATED) for use in uses]
+      self._early_uses += generated
       for axis_map in inputs[1 - kernel].axis_maps:
         self._note_input(axis_map)
     # Constants may be a part of the kernel, and come after it.
@@ -420,9 +423,7 @@ class LeafUses(_jaxpr.Interpreter[Value]):
     maps = _unique(m._replace(has_inputs=True) if m in kernels else m for m in value.axis_maps)
     return [*inputs[:kernel], value._replace(axis_maps=maps), *inputs[kernel + 1 :]]
 
-  def _kernel_of(
-    self, equation: Any, inputs: list[Value], product: _primitives.Product
-  ) -> int | None:
+  def _kernel_of(self, inputs: list[Value], product: _primitives.Product) -> int | None:
     """The operand of a product without data that is a kernel, if the other can be its input."""
     have_inputs = [any(m.has_inputs for m in value.axis_maps) for value in inputs[:2]]
     kernels = [
@@ -437,30 +438,30 @@ class LeafUses(_jaxpr.Interpreter[Value]):
       only_first = first & self._named_kernels and not second & self._named_kernels
       return 0 if only_first else 1
     kernel = 0 if first else 1
-    is_constant = not inputs[1 - kernel].leaves
-    # Constants that mix activations, or scale a kernel, are not its input.
-    no_input = have_inputs[kernel] or equation.invars[1 - kernel].aval.size == 1
-    return None if not (first or second) or (is_constant and no_input) else kernel
+    # Constants that mix activations are no inputs.
+    is_mixed = have_inputs[kernel] and not inputs[1 - kernel].leaves
+    return None if is_mixed else kernel
 
   def _inputs_of_kernels(self, value: Value, contracted: Sequence[int]) -> list[AxisMap]:
-    """The leaves of an operand without data that are no kernels of its product with data.
+    """The leaves of an operand of params that are no kernels in its product with data.
 
-    These are scales; or all of them, if the operand is an activation: if the product sums over the
-    outputs of a kernel, and over nothing else.
+    If the operand is an activation, all leaves; else scales. It is an activation if the product
+    sums over nothing but outputs of a kernel that has its inputs.
     """
-    fed = [m for m in value.axis_maps if m.has_inputs]
+    with_inputs = [m for m in value.axis_maps if m.has_inputs]
     is_product = _kernels(value, contracted) or (
-      len(fed) == len(value.axis_maps) and _free(value, contracted)
+      len(with_inputs) == len(value.axis_maps) and _free(value, contracted)
     )
     # A product may be added to a kernel.
     is_sum = any(
       m.leaf in self._named_kernels and not m.contracted and m.axes(contracted)
       for m in value.axis_maps
     )
-    is_activation = fed and not is_product and not is_sum
+    is_activation = with_inputs and not is_product and not is_sum
     return [m for m in value.axis_maps if is_activation or _is_scale(value, m, contracted)]
 
   def _note_input(self, axis_map: AxisMap) -> None:
+    """Notes a use of a leaf that tells of it if no other does."""
     self._inputs.setdefault(axis_map.leaf, _use_of_entries(axis_map))
 
   def _note_product(self, product: _primitives.Product, kernel: int, inputs: list[Value]) -> None:

@@ -314,6 +314,17 @@ def generator() -> Structure:
   return Structure(loss, params, (ROWS, key), kernels(params) | {"out": (0,)})
 
 
+def leaky() -> Structure:
+  """The first state of a recurrence without kernels."""
+  params = {"state": shape(4, D), "leak": shape(1, D), "out": shape(D, 2)}
+
+  def loss(p, x):
+    step = lambda h, row: (jnp.tanh(h * p["leak"] + row), None)  # noqa: E731
+    return jnp.mean(jax.lax.scan(step, p["state"], jnp.moveaxis(x, 1, 0))[0] @ p["out"])
+
+  return Structure(loss, params, (X,), {"out": (0,)})
+
+
 def detr_layer() -> Any:
   norms = {name: norm() for name in ("norm1", "norm2", "norm3")}
   return {"self": attention(), "cross": attention(), "mlp": mlp()} | norms
@@ -460,6 +471,22 @@ def pooling_in_each_layer(form: str) -> Structure:
   return Structure(loss, params, (X,), fan_in, all_stacked({"layers": layers}))
 
 
+def queries_of_tokens() -> Structure:
+  """Learned queries attend to other learned tokens, are mixed by constants, and meet data."""
+  params = {name: shape(5, D) for name in ("queries", "tokens", "values")}
+  params |= {name: shape(D, D) for name in ("q", "k", "v", "o", "q2", "k2")}
+  params |= {"q_offset": shape(1, D), "k_offset": shape(1, D), "gain": shape(D, 1)}
+
+  def loss(p, x):
+    q = p["queries"] @ p["q"] + p["q_offset"]
+    k = p["tokens"] @ p["k"] + p["k_offset"]
+    z = jax.nn.softmax(q @ k.T) @ (p["values"] @ p["v"]) @ p["o"]
+    z = (np.ones((2, 5), np.float32) @ z) @ (p["gain"] * p["q2"])
+    return jnp.mean(jnp.einsum("qd,bld->bql", z, x @ p["k2"]))
+
+  return Structure(loss, params, (X,), {name: (0,) for name in ("q", "k", "v", "o", "q2", "k2")})
+
+
 def style_tokens() -> Structure:
   """Data attends to learned tokens, whose keys and values are projected."""
   params = {"tokens": shape(5, D), "q": shape(D, D), "k": shape(D, D), "v": shape(D, D)}
@@ -578,6 +605,28 @@ def adapters(form: str) -> Structure:
     return jnp.mean(jnp.tanh(y + p["bias"]))
 
   return Structure(loss, params, (X,), dict.fromkeys(("kernel", "a", "b"), (int(torch),)))
+
+
+def adapters_of_heads() -> Structure:
+  """The first kernel has an axis of heads, which are outputs."""
+  params = {"a": shape(D, 2, H), "b": shape(2, K)}
+
+  def loss(p, x):
+    kernel = jnp.einsum("drh,rk->dhk", p["a"], p["b"])
+    return jnp.mean(jnp.tanh(jnp.einsum("bld,dhk->blhk", x, kernel)))
+
+  return Structure(loss, params, (X,), {"a": (0,), "b": (0,)})
+
+
+def random_subspace() -> Structure:
+  """Fixed directions make a kernel of a few numbers, which are no kernel themselves."""
+  params = {"coordinates": shape(4), "head": shape(5, 2)}
+
+  def loss(p, x):
+    kernel = (np.ones((D * 5, 4), np.float32) @ p["coordinates"]).reshape(D, 5)
+    return jnp.mean(jnp.tanh(x @ kernel) @ p["head"])
+
+  return Structure(loss, params, (X,), {"head": (0,)})
 
 
 def adapters_of_layers() -> Structure:
@@ -703,6 +752,7 @@ STRUCTURES = {
   "Perceiver": perceiver,
   "Perceiver of layers": perceiver_of_layers,
   "recurrent": recurrent,
+  "leaky": leaky,
   "generator": generator,
   "DETR": functools.partial(detr, "layers"),
   "DETR scanned": functools.partial(detr, "scan"),
@@ -713,6 +763,7 @@ STRUCTURES = {
   "layers of queries": layers_of_queries,
   "pooling in each layer of a scan": functools.partial(pooling_in_each_layer, "scan"),
   "pooling in each layer of vmap": functools.partial(pooling_in_each_layer, "vmap"),
+  "queries of tokens": queries_of_tokens,
   "style tokens": style_tokens,
   "prefix": prefix,
   "relative positions": relative_positions,
@@ -723,7 +774,9 @@ STRUCTURES = {
   "LoRA merged": functools.partial(adapters, "merged"),
   "LoRA merged, torch layout": functools.partial(adapters, "torch"),
   "DoRA": functools.partial(adapters, "DoRA"),
+  "LoRA of heads": adapters_of_heads,
   "LoRA of layers": adapters_of_layers,
+  "random subspace": random_subspace,
   "product of kernels": functools.partial(product_of_kernels, "from the left"),
   "product from the right": functools.partial(product_of_kernels, "from the right"),
   "weight norm": functools.partial(normalized_kernels, "weight norm"),
