@@ -53,6 +53,7 @@ from optax_boost._svrg import svrg
 from optax_boost._switch import switch_after
 from optax_boost._trace._layer_axes import layer_axes
 from optax_boost._trace._layer_groups import LayerGroups
+from optax_boost._trace._layer_groups import LayerSlice
 from optax_boost._trace._layer_groups import layer_groups
 from optax_boost._train_step import TrainState
 from optax_boost._train_step import TrainStep
@@ -65,6 +66,7 @@ __all__ = [
   "AutoBoost",
   "FreezeSchedule",
   "LayerGroups",
+  "LayerSlice",
   "LengthSchedule",
   "NoEffectWarning",
   "PermutedParams",

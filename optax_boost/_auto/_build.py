@@ -252,7 +252,10 @@ class AutoBoost:
           " params and the loss's arguments, or groups=..."
         )
       if not ours or _convolves(layers):
-        groups = _layer_groups.groups_of(layers, params, freezing["param_groups"])
+        flags = _layer_axes.data_flags(loss, args)
+        groups = _layer_groups.even_groups(
+          program(), flags, layers, params, freezing["param_groups"]
+        )
     if freezing:
       effect = "no layers frozen, for most kernels are not of convolutions"
       if groups is not None:

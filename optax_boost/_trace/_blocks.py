@@ -1,34 +1,66 @@
-"""The blocks of a model along the forward pass, of which groups of layers are made.
+"""The blocks of a model along the data, of which groups of layers are made.
 
-A *block* is the smallest run of leaves, or of layers of leaves, that a group takes whole: a
-numbered module that the model repeats, a step of a scan over layers, or the leaves before, between
-or after these. A leaf has one block, or one for each of its layers if a scan slices it.
+A *block* is the smallest run of leaves, or of layers of leaves, that a group takes whole: a module
+that the model repeats, a step of a scan over layers, or the leaves before or after these. A leaf
+has one block, or one for each of its layers if a scan slices it.
 
-Blocks are found in two steps. First each leaf gets the name of a *unit*, such as the path of a
-repeated module, or none; the leaves of a unit stay together. Then blocks are numbered by first use:
-each unit is one, and so is each kernel without a unit, with the biases and normalizations that
-belong to it.
+Blocks one after the other are a *series*. It is read from the order of use, from the data that each
+leaf meets (``_flow``) and from the places of numbers in the paths; a name means nothing. Where that
+leaves a choice, :class:`Unclear` names the patterns among which to choose.
 """
 
 import collections
+from collections.abc import Iterable
+from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
+import fnmatch
 import functools
-import itertools
+import glob
 import re
 from typing import NamedTuple
-from typing import TypeAlias
 
-from optax_boost import _tree
+from optax_boost import _base
+from optax_boost._trace import _flow
 from optax_boost._trace import _layer_axes
 from optax_boost._trace import _leaf_uses
 
 _NUMBERED = re.compile(r"(.*?)\d+", re.DOTALL)
-# Units beside the blocks. No module has such a name: a path has no empty segment.
-_FIRST, _LAST = "/first", "/last"
+# At the end of a pattern: the steps of the scan that slices these leaves.
+_STEPS = "[*]"
 
-# For each leaf the name of its unit, or None.
-_Units: TypeAlias = list[str | None]
+
+class Unclear(Exception):
+  """The trace leaves a choice between blocks; the text says which, and what to pass."""
+
+
+class Part(NamedTuple):
+  """Leaves of one block, or the leaves that a scan slices, which are a block for each step."""
+
+  leaves: frozenset[int]
+  scan: _leaf_uses.LayerScan | None = None
+
+  @property
+  def length(self) -> int:
+    """The number of blocks."""
+    return 1 if self.scan is None else self.scan.length
+
+
+class Series(NamedTuple):
+  """Blocks one after the other, and the pattern that selects them."""
+
+  parts: list[Part]
+  pattern: str
+
+  @property
+  def length(self) -> int:
+    """The number of blocks."""
+    return sum(part.length for part in self.parts)
+
+  @property
+  def leaves(self) -> frozenset[int]:
+    """The leaves of all its blocks."""
+    return frozenset[int]().union(*(part.leaves for part in self.parts))
 
 
 class Blocks(NamedTuple):
@@ -38,10 +70,12 @@ class Blocks(NamedTuple):
     of_leaf: by the number of a leaf the number of its block; of a leaf that a scan slices, the
       number of each layer's block.
     num_blocks: how many blocks there are.
+    origin: what was taken for blocks, and how to say otherwise.
   """
 
   of_leaf: dict[int, list[int]]
   num_blocks: int
+  origin: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,58 +86,410 @@ class Model:
     leaves: all leaves; a path has `/` between modules.
     uses: the leaves in the order of their uses; a leaf that is used again is repeated.
     scans: the scans over layers, in the order of the program.
+    flow: the leaves upstream of each.
   """
 
   leaves: list[_layer_axes.Leaf]
   uses: list[int]
   scans: Sequence[_leaf_uses.LayerScan]
+  flow: _flow.Flow
 
   @functools.cached_property
-  def order(self) -> list[int]:
-    """The leaves by first use."""
-    return list(dict.fromkeys(self.uses))
+  def order(self) -> dict[int, int]:
+    """The leaves by first use, and the place of each."""
+    return {leaf: place for place, leaf in enumerate(dict.fromkeys(self.uses))}
 
   @functools.cached_property
   def kernels(self) -> list[int]:
-    """All leaves but biases and normalizations, by first use."""
-    return [i for i in self.order if not _is_attached(self.leaves[i])]
+    """The leaves that mix the entries of data, by first use; or matrices of unknown axes."""
+    return [i for i in self.order if _is_kernel(self.leaves[i])]
+
+  def in_order(self, leaves: Iterable[int]) -> list[int]:
+    """The leaves among these that the loss uses, by first use."""
+    return sorted(self.order.keys() & set(leaves), key=self.order.__getitem__)
+
+  def follows(self, later: Iterable[int], earlier: Iterable[int]) -> bool:
+    """Whether data that some of the first leaves meet were computed with some of the others."""
+    return any(not self.flow.upstream[leaf].isdisjoint(earlier) for leaf in later)
+
+  @functools.cached_property
+  def layer_scans(self) -> list[_leaf_uses.LayerScan]:
+    """The scans each of whose steps follows the step before, unlike a sum over experts."""
+    ever = self.flow.ever_upstream
+    return [
+      scan
+      for scan in self.scans
+      if any(not ever[leaf].isdisjoint(scan.axis_of) for leaf in scan.axis_of)
+    ]
 
 
-def find_blocks(model: Model, num_blocks: int | None) -> Blocks:
-  """The largest blocks of which there are at least `num_blocks`, else the smallest.
+def _is_kernel(leaf: _layer_axes.Leaf) -> bool:
+  return len(leaf.shape) > 1 if leaf.axes is None else bool(leaf.axes.fan_in)
 
-  None: one for each repeated module and each step of a scan, one for all leaves before these and
-  one for all after.
+
+# ---- Which blocks
+
+
+def blocks_by_default(model: Model) -> Blocks:
+  """The blocks of the outermost series, or of a plain chain of layers; raises :class:`Unclear`."""
+  every, outermost = _find_series(model)
+  if len(outermost) > 1:
+    raise Unclear(_ask_which_series(model, outermost))
+  if outermost:
+    (series,) = outermost
+    origin = f"blocks: {_describe(series)}"
+    inner = [other for other in every if other is not series and _is_finer(model, other, series)]
+    if inner:
+      origin += f"; for {inner[0].length} finer ones pass blocks={_quoted(inner[0].pattern)}"
+    return _place(model, [series], f'{origin}; for others pass blocks="..."')
+  layers = _find_layers(model)
+  if not _are_chained(model, layers):
+    layers = _join_modules(model, layers)
+  if not _are_chained(model, layers):
+    raise Unclear(_ask_for_blocks(model))
+  return _blocks_of_layers(
+    model,
+    layers,
+    'blocks: each layer, as the trace shows no series of blocks; for others pass blocks="..."',
+  )
+
+
+def blocks_of_layers(model: Model) -> Blocks:
+  """The smallest blocks: a kernel with its biases and normalizations, or a layer of a scan."""
+  origin = 'blocks: each layer, as many groups need; for others pass blocks="..."'
+  return _blocks_of_layers(model, _find_layers(model), origin)
+
+
+def blocks_of_patterns(model: Model, patterns: Sequence[str]) -> Blocks:
+  """The blocks of a series for each pattern, side by side."""
+  towers = [_select(model, pattern) for pattern in patterns]
+  seen: dict[int, str] = {}
+  for tower in towers:
+    for leaf in tower.leaves:
+      if leaf in seen:
+        raise ValueError(
+          f"`blocks` must select each leaf once; got '{seen[leaf]}' and '{tower.pattern}' for"
+          f" '{model.leaves[leaf].path}'."
+        )
+      seen[leaf] = tower.pattern
+  what = " side by side with ".join(map(_describe, towers))
+  return _place(model, towers, f"blocks: {what}")
+
+
+def check_patterns(blocks: object) -> tuple[str, ...]:
+  """The argument `blocks` as one pattern for each series."""
+  patterns = (blocks,) if isinstance(blocks, str) else blocks
+  if not (
+    isinstance(patterns, list | tuple) and patterns and all(isinstance(p, str) for p in patterns)
+  ):
+    raise TypeError(
+      "`blocks` must be a pattern of paths, as 'encoder/layers/*', or a sequence of patterns, one"
+      f" for each series side by side; got {_base.shorten(blocks)}."
+    )
+  return tuple(patterns)
+
+
+def _is_finer(model: Model, inner: Series, outer: Series) -> bool:
+  """Whether a series has most of the kernels of another one, in more blocks."""
+  kernels = [len(series.leaves.intersection(model.kernels)) for series in (inner, outer)]
+  return inner.length > outer.length and 2 * kernels[0] > kernels[1]
+
+
+def _describe(series: Series) -> str:
+  kind = "steps of a scan" if series.parts[0].scan is not None else "modules"
+  return f"{_quoted(series.pattern)} ({series.length} {kind})"
+
+
+def _quoted(pattern: str) -> str:
+  return f'"{pattern}"'
+
+
+def _ask_which_series(model: Model, found: list[Series]) -> str:
+  """The question that several series leave open, with each answer as code."""
+  patterns = [series.pattern for series in found]
+  beside = ", ".join(map(_quoted, patterns))
+  chain = "|".join(patterns)
+  listed = ", ".join(f"{_quoted(series.pattern)} ({series.length})" for series in found)
+  leaves = [series.leaves for series in found]
+  are_chained = all(map(model.follows, leaves[1:], leaves))
+  answers = [
+    f"blocks=({beside}) if they are side by side, each counted from its last block",
+    f"blocks={_quoted(chain)} if they are one after the other",
+  ]
+  return (
+    f"`layer_groups` finds {len(found)} series of blocks and must be told which to take:"
+    f" {listed}. Pass {'; '.join(answers[::-1] if are_chained else answers)}; or the pattern of one"
+    f" series, as blocks={_quoted(patterns[0])}, whose blocks are then the only ones."
+  )
+
+
+def _ask_for_blocks(model: Model) -> str:
+  """The question if there is no series, with answers as code."""
+  top = _top_modules(model)
+  large = [m for m, leaves in top.items() if len(set(leaves).intersection(model.kernels)) > 1]
+  answers = []
+  if len(large) > 1:
+    are_chained = all(model.follows(top[b], top[a]) for a, b in zip(large, large[1:], strict=False))
+    patterns = [glob.escape(module) for module in large]
+    code = _quoted("|".join(patterns)) if are_chained else f"({', '.join(map(_quoted, patterns))})"
+    words = "one after the other" if are_chained else "side by side"
+    answers.append(f"blocks={code} for these modules, {words}")
+  parent = next(iter(top)).rpartition("/")[0]
+  every = f"{glob.escape(parent)}/*" if parent else "*"
+  answers.append(f"blocks={_quoted(every)} for each of these, one after the other: {', '.join(top)}")
+  return (
+    "`layer_groups` must be told the blocks of this model: there is no numbered series of modules"
+    " with several kernels, one after the other, no scan over layers, and the layers are no plain"
+    f" chain. Pass {'; or '.join(answers)}. In a pattern `*` is any part of a name."
+  )
+
+
+def _top_modules(model: Model) -> dict[str, list[int]]:
+  """The outermost modules of which there are several, by first use, and their leaves."""
+  paths = {i: model.leaves[i].path.split("/") for i in model.order}
+  depth = 1
+  while True:
+    modules: dict[str, list[int]] = {}
+    for i, names in paths.items():
+      modules.setdefault("/".join(names[:depth]), []).append(i)
+    if len(modules) > 1 or depth >= max(map(len, paths.values())):
+      return modules
+    depth += 1
+
+
+# ---- Series
+
+
+def _find_series(model: Model) -> tuple[list[Series], list[Series]]:
+  """All series, the outer before the inner, and the outermost of them, by first use."""
+  numbered = _numbered_series(model)
+  scans = [_series_of_scan(model, scan) for scan in model.layer_scans]
+  outermost: list[Series] = []
+  for series in [*scans, *numbered]:
+    others = [other for other in [*numbered, *scans] if other is not series]
+    if not any(_is_inside(series, other) for other in others):
+      outermost.append(series)
+  outermost.sort(key=lambda series: _begin(model, series.parts[0]))
+  inner = {}
+  for series in [*scans, *numbered]:
+    if not any(series is other for other in outermost):
+      # Series in the blocks of a series are one, as the rows of a stage are.
+      pattern = _general(series.pattern)
+      joined = inner.setdefault(pattern, Series([], pattern))
+      joined.parts.extend(series.parts)
+  return [*outermost, *inner.values()], outermost
+
+
+def _general(pattern: str) -> str:
+  """A pattern with `*` for each number, so that it selects its like in other blocks."""
+  parent, slash, last = pattern.rpartition("/")
+  return re.sub(r"\d+(?=/|$)", "*", parent) + slash + last
+
+
+def _is_inside(series: Series, other: Series) -> bool:
+  """Whether a series is within one block of another one, or within the steps of a scan."""
+  if other.parts[0].scan is not None:
+    touched = [part for part in series.parts if part.leaves & other.parts[0].leaves]
+    return series.parts[0].scan is None and len(touched) > 1
+  return any(series.leaves <= part.leaves for part in other.parts)
+
+
+def _begin(model: Model, part: Part) -> int:
+  return min(model.order[leaf] for leaf in part.leaves if leaf in model.order)
+
+
+def _series_of_scan(model: Model, scan: _leaf_uses.LayerScan) -> Series:
+  leaves = model.in_order(scan.axis_of)
+  paths = [model.leaves[i].path for i in leaves]
+  names = paths[0].split("/")
+  pattern = paths[0]
+  for end in range(len(names) - 1, 0, -1):
+    module = "/".join(names[:end])
+    if all(path.startswith(f"{module}/") for path in paths):
+      pattern = module
+      break
+  return Series([Part(frozenset(leaves), scan)], glob.escape(pattern) + _STEPS)
+
+
+def _numbered_series(model: Model) -> list[Series]:
+  """The modules whose names differ by a number, if they are one after the other.
+
+  Two of them at least hold several kernels; each follows the one before, and is used before the
+  next is.
   """
-  modules = _repeated_modules(model)
-  stages = {
-    module
-    for module in {m for chain in modules for m in chain}
-    if _is_stage(model, modules, module)
-  }
-  # A leaf's block is the outermost of its modules that is no stage.
-  outer = [list(itertools.takewhile(stages.__contains__, chain)) for chain in modules]
-  inner = [chain[len(around) :] for chain, around in zip(modules, outer, strict=True)]
-  outermost = _without_single_kernels(model, [chain[0] if chain else None for chain in inner])
-  joined = _number_blocks(model, _with_leaves_beside(model, outermost))
-  if num_blocks is None:
-    return joined
-  candidates = [joined, _number_blocks(model, outermost)]
-  for level in range(max(map(len, modules), default=0)):
-    units = [chain[min(level, len(chain) - 1)] if chain else None for chain in modules]
-    if any(unit in chain[1:] for unit, chain in zip(units, inner, strict=True)):
-      # Blocks are cut: the remainder of one may have no kernel, or others among its kernels.
-      runs = [unit for unit, _ in itertools.groupby(units[i] for i in model.kernels)]
-      units = [unit if runs.count(unit) == 1 else None for unit in units]
+  kernels = set(model.kernels)
+  members: dict[str, set[int]] = {}
+  for i in model.order:
+    names = model.leaves[i].path.split("/")
+    for end in range(1, len(names)):
+      members.setdefault("/".join(names[:end]), set()).add(i)
+  siblings: dict[str, list[str]] = {}
+  for module in members:
+    if match := _NUMBERED.fullmatch(module):
+      siblings.setdefault(match[1], []).append(module)
+  # Of leaves that are used again, as tables of relative positions, one block has the first use.
+  again = {leaf for leaf, number in collections.Counter(model.uses).items() if number > 1}
+  series = []
+  for stem, modules in siblings.items():
+    parts = [Part(frozenset(members[module])) for module in modules]
+    places = [
+      sorted(model.order[i] for i in (part.leaves & kernels) - again or part.leaves)
+      for part in parts
+    ]
+    rows = sorted(zip(places, parts, modules, strict=True), key=lambda row: row[0])
+    parts = [part for _, part, _ in rows]
+    are_apart = all(a[-1] < b[0] for (a, *_), (b, *_) in zip(rows, rows[1:], strict=False))
+    are_chained = all(
+      model.follows(b.leaves, a.leaves) for a, b in zip(parts, parts[1:], strict=False)
+    )
+    if are_apart and are_chained and sum(len(part.leaves & kernels) > 1 for part in parts) > 1:
+      pattern = _pattern_of(model, stem, [module for *_, module in rows])
+      series.append(Series(parts, pattern))
+  return sorted(series, key=lambda found: found.pattern.count("/"))
+
+
+def _pattern_of(model: Model, stem: str, modules: list[str]) -> str:
+  """The shortest pattern that selects these modules and no others."""
+  for numbers in ("*", "[0-9]*"):
+    pattern = glob.escape(stem) + numbers
+    if set(_matches(model, pattern)) == set(modules):
+      return pattern
+  return "|".join(map(glob.escape, modules))
+
+
+# ---- Patterns
+
+
+def _matches(model: Model, pattern: str) -> dict[str, list[int]]:
+  """The modules or leaves that a pattern selects, by first use, and the leaves in each."""
+  wanted = pattern.replace(".", "/").split("/")
+  found: dict[str, list[int]] = {}
+  for i in model.order:
+    names = model.leaves[i].path.split("/")
+    if end := _matched_length(names, wanted):
+      found.setdefault("/".join(names[:end]), []).append(i)
+  return found
+
+
+def _matched_length(names: Sequence[str], wanted: Sequence[str]) -> int | None:
+  """How many of a path's first names a pattern's names match; `**` is any number of names."""
+  if not wanted:
+    return 0
+  if wanted[0] == "**":
+    for skipped in range(len(names) + 1):
+      rest = _matched_length(names[skipped:], wanted[1:])
+      if rest is not None:
+        return skipped + rest
+    return None
+  if not names or not fnmatch.fnmatchcase(names[0], wanted[0]):
+    return None
+  rest = _matched_length(names[1:], wanted[1:])
+  return None if rest is None else 1 + rest
+
+
+def _select(model: Model, patterns: str) -> Series:
+  """The series of the blocks that any of the patterns between bars selects."""
+  scan_of = {leaf: scan for scan in model.scans for leaf in scan.axis_of}
+  modules: dict[str, list[int]] = {}
+  sliced: set[_leaf_uses.LayerScan] = set()
+  for pattern in patterns.split("|"):
+    selected = _matches(model, pattern.removesuffix(_STEPS))
+    leaves = [leaf for of_module in selected.values() for leaf in of_module]
+    scans = {scan_of[leaf] for leaf in leaves if leaf in scan_of}
+    # What is in one scan alone can't be one after the other but by its steps.
+    are_steps = len(scans) == 1 and all(leaf in scan_of for leaf in leaves)
+    if not leaves or (pattern.endswith(_STEPS) and not scans):
+      raise ValueError(_no_match(model, pattern, bool(leaves)))
+    if pattern.endswith(_STEPS) or are_steps:
+      sliced |= scans
     else:
-      units = _with_leaves_beside(model, _without_single_kernels(model, units))
-    candidates.append(_number_blocks(model, units))
-  enough = [blocks for blocks in candidates if blocks.num_blocks >= num_blocks]
-  smallest = _number_blocks(model, [None] * len(model.leaves))
-  return min(enough, key=lambda blocks: blocks.num_blocks, default=smallest)
+      modules |= selected
+  parts = [Part(frozenset(leaves)) for leaves in modules.values()]
+  parts += [Part(frozenset(scan.axis_of), scan) for scan in sliced]
+  parts.sort(key=lambda part: _begin(model, part))
+  seen: set[int] = set()
+  for part in parts:
+    if not seen.isdisjoint(part.leaves):
+      path = model.leaves[min(seen & part.leaves)].path
+      raise ValueError(f"`blocks` must select each leaf once; {patterns!r} selects '{path}' twice.")
+    seen |= part.leaves
+  return Series(parts, patterns)
 
 
-def reused(model: Model, blocks_of_leaf: dict[int, list[int]]) -> set[int]:
+def _no_match(model: Model, pattern: str, has_leaves: bool) -> str:
+  try:
+    found = [series.pattern for series in _find_series(model)[0]]
+  except Unclear:
+    found = []
+  hint = f"The series are: {', '.join(map(_quoted, found))}." if found else ""
+  if has_leaves:
+    return f"`blocks` has {pattern!r}, but no scan over layers slices these leaves. {hint}".rstrip()
+  modules = ", ".join(f"'{module}'" for module in list(_top_modules(model))[:8])
+  return (
+    f"`blocks` has {pattern!r}, which selects nothing that the loss uses. {hint or ''} A pattern"
+    f" begins at the root, as one of {modules}; `*` is any part of one name, `**` any names."
+  ).replace("  ", " ")
+
+
+# ---- From series to blocks
+
+
+def _place(model: Model, towers: Sequence[Series], origin: str) -> Blocks:
+  """Numbers the blocks of series side by side, the last of each alike, and places other leaves.
+
+  A leaf beside the blocks is before all of its series' if none is upstream of it; else with the
+  last that is upstream; or after all blocks, if it is upstream of none.
+  """
+  depth = max(tower.length for tower in towers)
+  places: dict[int, list[int]] = {}
+  # The parts with their first blocks, and whether nothing is before them.
+  parts: list[tuple[int, Part, bool]] = []
+  for tower in towers:
+    place = depth - tower.length
+    for number, part in enumerate(tower.parts):
+      parts.append((place, part, number == 0))
+      numbers = list(range(place, place + part.length))
+      for leaf in part.leaves:
+        places[leaf] = numbers[::-1] if part.scan is not None and part.scan.reverse else numbers
+      place += part.length
+  for leaf in model.order:
+    if leaf not in places:
+      places[leaf] = [_place_beside(model, parts, leaf, depth)]
+  kept = {place: number for number, place in enumerate(sorted(set().union(*places.values())))}
+  of_leaf = {leaf: [kept[place] for place in numbers] for leaf, numbers in places.items()}
+  return Blocks(of_leaf, len(kept), origin)
+
+
+def _place_beside(
+  model: Model, parts: list[tuple[int, Part, bool]], leaf: int, after_all: int
+) -> int:
+  """The place of a leaf that is in no block; -1 before all, `after_all` after all."""
+  upstream = model.flow.upstream[leaf]
+  before = [(place, part) for place, part, _ in parts if not upstream.isdisjoint(part.leaves)]
+  inside = [place for place, part in before if part.scan and leaf in _shared(model, part.scan)]
+  if inside:
+    return min(inside)
+  downstream = [
+    (place, part, is_first) for place, part, is_first in parts if model.follows(part.leaves, [leaf])
+  ]
+  if not downstream:
+    return after_all
+  if before:
+    return max(place + part.length - 1 for place, part in before)
+  place, part, is_first = min(downstream, key=lambda row: row[0])
+  return place - (is_first and model.order[leaf] < _begin(model, part))
+
+
+def _shared(model: Model, scan: _leaf_uses.LayerScan) -> set[int]:
+  """The leaves that all steps of a scan use: they enter it, or are used first between others."""
+  order = list(model.order)
+  positions = [model.order[i] for i in scan.axis_of if i in model.order]
+  between = order[min(positions) : max(positions)] if positions else []
+  sliced = {i for other in model.scans for i in other.axis_of}
+  return set(scan.shared).union(set(between) - sliced)
+
+
+def reused(model: Model, blocks_of_leaf: Mapping[int, list[int]]) -> set[int]:
   """The leaves that all steps of a scan use, or that are used again after a later block's."""
   furthest = 0
   seen: set[int] = set()
@@ -117,269 +503,96 @@ def reused(model: Model, blocks_of_leaf: dict[int, list[int]]) -> set[int]:
   return again
 
 
-def _is_attached(leaf: _layer_axes.Leaf) -> bool:
-  """Whether a leaf is no kernel, but a bias or a normalization that goes with one."""
-  # With layers side by side, biases may be matrices.
-  return len(leaf.shape) <= 1 or _tree.is_bias_or_norm(leaf.path)
+# ---- Layers
 
 
-def _parents(path: str) -> list[str]:
-  """The modules around a leaf or module, the root among them."""
-  names = path.split("/") if path else []
-  return ["/".join(names[:end]) for end in range(len(names))]
+def _find_layers(model: Model) -> list[Part]:
+  """Kernels and scans, by first use; those of a recurrence are one layer."""
+  scanned = {leaf for scan in model.layer_scans for leaf in scan.axis_of}
+  ever = model.flow.ever_upstream
+  layers: list[set[int]] = []
+  for kernel in model.kernels:
+    if kernel in scanned:
+      continue
+    joined = {kernel}
+    apart = []
+    for layer in layers:
+      is_same = any(
+        (kernel in ever[other] and other in ever[kernel])
+        or any(kernel in loop and other in loop for loop in model.flow.recurrent)
+        for other in layer
+      )
+      if is_same:
+        joined |= layer
+      else:
+        apart.append(layer)
+    layers = [*apart, joined]
+  parts = [Part(frozenset(layer)) for layer in layers]
+  parts += [Part(frozenset(scan.axis_of), scan) for scan in model.layer_scans]
+  return sorted(parts, key=lambda part: _begin(model, part))
+
+
+def _are_chained(model: Model, layers: list[Part]) -> bool:
+  """Whether each layer follows the one before; a single one of several kernels is no chain."""
+  if len(layers) == 1 and len(layers[0].leaves) > 1:
+    return layers[0].scan is not None
+  return all(model.follows(b.leaves, a.leaves) for a, b in zip(layers, layers[1:], strict=False))
+
+
+def _join_modules(model: Model, layers: list[Part]) -> list[Part]:
+  """The layers, with those of an innermost module as one, as the two factors of an adapter."""
+  joined: dict[str, Part] = {}
+  for number, layer in enumerate(layers):
+    modules = {model.leaves[leaf].path.rpartition("/")[0] for leaf in layer.leaves}
+    module = modules.pop() if len(modules) == 1 and layer.scan is None else ""
+    key = module or f"/{number}"
+    leaves = joined[key].leaves if key in joined else frozenset[int]()
+    joined[key] = Part(layer.leaves | leaves, layer.scan)
+  return sorted(joined.values(), key=lambda part: _begin(model, part))
+
+
+def _blocks_of_layers(model: Model, layers: list[Part], origin: str) -> Blocks:
+  """A block for each layer and one for the tables before all; other leaves are with a layer.
+
+  A bias or a normalization is with the only layer of its innermost module, else with the layer
+  that is used last before it, and with the first if there is none.
+  """
+  of_leaf: dict[int, list[int]] = {}
+  layers_of: dict[str, set[int]] = {}
+  first = min((_begin(model, layer) for layer in layers), default=len(model.order))
+  is_before = {
+    i for i, place in model.order.items() if place < first and len(model.leaves[i].shape) > 1
+  }
+  count = int(bool(is_before))
+  begins: list[tuple[int, int, int]] = []
+  for layer in layers:
+    numbers = list(range(count, count + layer.length))
+    count += layer.length
+    begins.append((_begin(model, layer), numbers[0], numbers[-1]))
+    for leaf in layer.leaves:
+      is_reversed = layer.scan is not None and layer.scan.reverse
+      of_leaf[leaf] = numbers[::-1] if is_reversed else numbers
+      if layer.scan is None:
+        layers_of.setdefault(model.leaves[leaf].path.rpartition("/")[0], set()).add(numbers[0])
+  outer = {module for leaf in model.leaves for module in _modules_around(leaf.path)}
+  shared = {i: scan for scan in model.layer_scans for i in _shared(model, scan)}
+  for leaf, place in model.order.items():
+    if leaf in of_leaf:
+      continue
+    module = model.leaves[leaf].path.rpartition("/")[0]
+    own = layers_of.get(module, set())
+    if leaf in is_before or (is_before and place < first):
+      of_leaf[leaf] = [0]
+    elif len(own) == 1 and module not in outer:
+      of_leaf[leaf] = [min(own)]
+    else:
+      begun = [row for row in begins if row[0] < place] or begins[:1] or [(0, 0, 0)]
+      _, begin, end = max(begun)
+      of_leaf[leaf] = [begin if leaf in shared else end]
+  return Blocks(of_leaf, max(count, 1), origin)
 
 
 def _modules_around(path: str) -> list[str]:
-  """The modules around a leaf, without the root; an entry of a list is a module, too."""
-  modules = _parents(path)[1:]
-  return [*modules, path] if path.rpartition("/")[2].isdigit() else modules
-
-
-# ---- Repeated modules
-
-
-def _repeated_modules(model: Model) -> list[list[str]]:
-  """For each leaf the repeated modules that it is in, from the outermost in.
-
-  A module is repeated if its name is numbered, its parent has others of this name, and two of them,
-  or of those in like parents, hold the same leaves. It counts where its kernels come one after the
-  other and no scan runs over them.
-  """
-  members: dict[str, set[int]] = {}
-  for i, leaf in enumerate(model.leaves):
-    for module in _modules_around(leaf.path):
-      members.setdefault(module, set()).add(i)
-  siblings: dict[str, list[str]] = {}
-  alike: dict[str, list[str]] = {}
-  for module in members:
-    if match := _NUMBERED.fullmatch(module):
-      siblings.setdefault(match[1], []).append(module)
-      alike.setdefault(_without_numbers(module), []).append(module)
-  scanned = {i for scan in model.scans for i in scan.axis_of}
-  numbered = {
-    i for modules in siblings.values() if len(modules) > 1 for m in modules for i in members[m]
-  }
-  # What several layers use, as a table of relative positions, may be used first amid one of them.
-  shared = {i for i in model.kernels if model.uses.count(i) > 1} - numbered
-  kernels = [i for i in model.kernels if i not in shared]
-
-  def contents(module: str) -> frozenset[str]:
-    return frozenset(model.leaves[i].path.removeprefix(module) for i in members[module])
-
-  def is_repeated(modules: Sequence[str]) -> bool:
-    of_kind = alike[_without_numbers(modules[0])]
-    return len(modules) > 1 and len(set(map(contents, of_kind))) < len(of_kind)
-
-  def is_together(module: str) -> bool:
-    runs = [is_inside for is_inside, _ in itertools.groupby(kernels, members[module].__contains__)]
-    return runs.count(True) == 1 and scanned.isdisjoint(members[module])
-
-  chains: list[list[str]] = [[] for _ in model.leaves]
-  for modules in filter(is_repeated, siblings.values()):
-    for module in filter(is_together, modules):
-      for i in members[module]:
-        chains[i].append(module)
-  return [sorted(chain, key=len) for chain in chains]
-
-
-def _without_numbers(path: str) -> str:
-  return re.sub(r"\d+", "#", path)
-
-
-def _is_stage(model: Model, modules: list[list[str]], stage: str) -> bool:
-  """Whether a module is a row of blocks, as in a ResNet, and not a block itself.
-
-  All its kernels but one, which may change the resolution, are in numbered modules of several
-  kernels; the others of a name have the same leaves, but for a projection in some. Nothing else
-  is used between the first of these modules and the last.
-  """
-  inside = [i for i in model.order if stage in modules[i]]
-  module_of = {
-    i: modules[i][modules[i].index(stage) + 1] for i in inside if modules[i][-1] != stage
-  }
-  kernels = [i for i in inside if not _is_attached(model.leaves[i])]
-  counts = collections.Counter(module_of[i] for i in kernels if i in module_of)
-  blocks = {module: number for module, number in counts.items() if number > 1}
-  outside = len(kernels) - sum(blocks.values())
-  names: dict[str, list[set[str]]] = {}
-  for block in blocks:
-    paths = {model.leaves[i].path.removeprefix(block) for i in inside if module_of.get(i) == block}
-    names.setdefault(block.rstrip("0123456789"), []).append(paths)
-  are_alike = all(
-    len(contents) > 1 and set[str]().union(*contents) == max(contents, key=len)
-    for contents in names.values()
-  )
-  runs = [in_block for in_block, _ in itertools.groupby(module_of.get(i) in blocks for i in inside)]
-  return bool(blocks) and are_alike and outside <= 1 and runs.count(True) == 1
-
-
-def _without_single_kernels(model: Model, units: _Units) -> _Units:
-  """Drops units of one kernel, unless these are most of the model.
-
-  Beside blocks and scans they are convolutions between stages, or the layers of a head.
-  """
-  counts = collections.Counter(units[i] for i in model.kernels)
-  outside = counts.pop(None, 0)
-  if not model.scans and set(counts.values()) == {1} and len(counts) > outside:
-    return units
-  return [unit if counts[unit] > 1 else None for unit in units]
-
-
-# ---- What is before, between and after blocks
-
-
-def _with_leaves_beside(model: Model, units: _Units) -> _Units:
-  """Units for the leaves beside blocks, so that these make no groups of their own.
-
-  What is used before all blocks is one unit, what is used after them another. Between blocks, a
-  module of several kernels is a block, too; another leaf goes with the block around which its
-  module is, else a kernel with the block that follows and the rest with what is before it.
-  """
-  firsts, followers = _scans_by_first_leaf(model)
-  units = [f"/scan {i}" if i in firsts else unit for i, unit in enumerate(units)]
-  following = {i for first, leaf_ids in followers.items() for i in leaf_ids if i != first}
-  order = [i for i in model.order if i not in following]
-  inside = [position for position, i in enumerate(order) if units[i] is not None]
-  if not inside:
-    return units
-  first, last = inside[0], inside[-1]
-  runs = itertools.groupby(order[first:last], lambda i: units[i] is None)
-  between = [list(run) for is_outside, run in runs if is_outside]
-  joined = list(units)
-  for i in order[:first]:
-    joined[i] = _FIRST
-  for i in order[last + 1 :]:
-    joined[i] = _LAST
-  # Biases or normalizations of a series, as `LayerNorm_0`, of which others are between the blocks,
-  # belong to the first block or the last.
-  series = {_without_numbers(model.leaves[i].path) for run in between for i in run}
-
-  def in_series(i: int) -> bool:
-    kind = _without_numbers(model.leaves[i].path)
-    return _is_attached(model.leaves[i]) and "#" in kind and kind in series
-
-  if all(map(in_series, order[:first])):
-    for i in order[:first]:
-      joined[i] = units[order[first]]
-  for i in itertools.takewhile(in_series, order[last + 1 :]):
-    joined[i] = units[order[last]]
-  for run in between:
-    before = order[order.index(run[0]) - 1]
-    after = order[order.index(run[-1]) + 1]
-    _join_between(model, units, joined, before, run, after)
-  return joined
-
-
-def _join_between(
-  model: Model, units: _Units, joined: _Units, before: int, run: list[int], after: int
-) -> None:
-  """Chooses the units of a run of leaves between two leaves that have some."""
-  paths = [leaf.path for leaf in model.leaves]
-  with_unit = {module for i, unit in enumerate(units) if unit for module in _parents(paths[i])}
-  kernels = [i for i in run if not _is_attached(model.leaves[i])]
-  mixing = [i for i in kernels if (axes := model.leaves[i].axes) is None or axes.fan_in]
-  of_module = collections.Counter(m for i in mixing for m in _parents(paths[i]))
-
-  def own_block(i: int) -> str | None:
-    around = [m for m in _parents(paths[i]) if m not in with_unit and of_module[m] > 1]
-    return around[0] if around else None
-
-  def nearness(i: int, other: int) -> int:
-    pairs = zip(_parents(paths[i]), _parents(paths[other]), strict=False)
-    return sum(1 for mine, theirs in pairs if mine == theirs)
-
-  for i in kernels:
-    is_nearer = nearness(i, before) > nearness(i, after)
-    joined[i] = own_block(i) or units[before if is_nearer else after]
-  latest = before
-  for i in run:
-    if units[before] == units[after]:
-      joined[i] = units[before]
-    elif i not in kernels:
-      # The nearest; of equally near ones the one before it.
-      near = max([latest, *kernels, after], key=lambda other: nearness(i, other))
-      joined[i] = own_block(i) or joined[near]
-    latest = i
-
-
-# ---- From units to blocks
-
-
-def _scans_by_first_leaf(
-  model: Model,
-) -> tuple[dict[int, _leaf_uses.LayerScan], dict[int, list[int]]]:
-  """Scans by the leaf that each uses first, and the leaves that follow it into its steps."""
-  scan_of: dict[int, _leaf_uses.LayerScan] = {}
-  followers: dict[int, list[int]] = {}
-  sliced = {i for scan in model.scans for i in scan.axis_of}
-  order = model.order
-  for scan in model.scans:
-    for first in [i for i in order if i in scan.axis_of][:1]:
-      later = order[order.index(first) :]
-      shared = _shared(model, scan) - sliced
-      scan_of[first] = scan
-      followers[first] = [i for i in later if i in scan.axis_of or i in shared]
-  return scan_of, followers
-
-
-def _shared(model: Model, scan: _leaf_uses.LayerScan) -> set[int]:
-  """The leaves that all steps of a scan use: they enter it, or are used first between others."""
-  positions = [position for position, i in enumerate(model.order) if i in scan.axis_of]
-  between = model.order[positions[0] : positions[-1]] if positions else []
-  sliced = {i for other in model.scans for i in other.axis_of}
-  return set(scan.shared).union(set(between) - sliced)
-
-
-def _number_blocks(model: Model, units: _Units) -> Blocks:
-  """Numbers the blocks by first use; a scan over layers has one for each step."""
-  scan_of, followers = _scans_by_first_leaf(model)
-  following = {i for first, leaf_ids in followers.items() for i in leaf_ids if i != first}
-  of_leaf: dict[int, list[int]] = {}
-  count = 0
-  order = [i for i in model.order if i not in following]
-  for members in _members_of_blocks(model.leaves, order, set(scan_of), units):
-    first = next((i for i in members if i in scan_of), members[0])
-    numbers = list(range(count, count + (scan_of[first].length if first in scan_of else 1)))
-    count += len(numbers)
-    for i in followers.get(first, []):
-      of_layers = numbers[::-1] if scan_of[first].reverse else numbers
-      of_leaf.setdefault(i, of_layers if i in scan_of[first].axis_of else numbers[:1])
-    # Leaves used before a scan belong to its first step, leaves used after it to the last.
-    for position, i in enumerate(members):
-      is_before = position < members.index(first)
-      of_leaf.setdefault(i, numbers[:1] if is_before else numbers[-1:])
-  return Blocks(of_leaf, count)
-
-
-def _members_of_blocks(
-  leaves: list[_layer_axes.Leaf], order: list[int], scans: set[int], units: _Units
-) -> list[list[int]]:
-  """The leaves of each unit, and of each kernel or scan outside of units, by first use.
-
-  Scans are known by their first leaves. Biases and normalizations are with their kernels.
-  """
-  modules = [leaf.path.rpartition("/")[0] for leaf in leaves]
-  # A module with others in it may use its own leaves at any time.
-  outer = {parent for module in modules for parent in _parents(module)}
-  kernels = [i for i in order if i in scans or not _is_attached(leaves[i])]
-  kernels_of: dict[str, list[int]] = {}
-  first_of: dict[str | None, int] = {}
-  for i in kernels:
-    kernels_of.setdefault(modules[i], []).append(i)
-    first_of.setdefault(units[i], i)
-  for i in order:
-    first_of.setdefault(units[i], i)  # of units without a kernel
-  blocks: dict[int, list[int]] = {}
-  last = (kernels or order or [0])[0]
-  for i in order:
-    # The kernel of an innermost module counts before the last one that was used.
-    own = kernels_of.get(modules[i], [])
-    if i in own:
-      last = home = i
-    else:
-      home = own[0] if len(own) == 1 and modules[i] not in outer else last
-    if (unit := units[i] or units[home]) is not None:
-      home = first_of[unit]
-    blocks.setdefault(home, []).append(i)
-  # A kernel stands where it is used, even if its bias is used before it.
-  return [blocks[k] for k in order if k in blocks]
+  """The modules that hold the module of a leaf, the root among them."""
+  names = path.split("/")[:-1]
+  return ["/".join(names[:end]) for end in range(len(names))]

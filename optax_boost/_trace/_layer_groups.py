@@ -1,8 +1,7 @@
 """Groups of layers along the forward pass: which group each leaf, or each of its layers, is in.
 
 A *group* is a run of blocks (``_blocks``), numbered by the forward pass. In a plan, an *entry* is
-the path of a leaf, or the path and a slice of its layers, as NumPy writes it:
-``"blocks/kernel[0:4]"``, or with the layers along axis 1 ``"blocks/kernel[:, 0:4]"``.
+the path of a leaf, or a :class:`LayerSlice`: the path, an axis and a range of layers along it.
 """
 
 from collections.abc import Callable
@@ -24,9 +23,27 @@ import optax
 from optax_boost import _base
 from optax_boost import _tree
 from optax_boost._trace import _blocks
+from optax_boost._trace import _flow
 from optax_boost._trace import _layer_axes
 
-_SLICE_ENTRY = re.compile(r"(.*)\[((?::, )*)(\d+):(\d+)\]", re.DOTALL)
+
+class LayerSlice(NamedTuple):
+  """Some layers of a leaf that holds many along an axis; ``str`` writes it as NumPy does.
+
+  Attributes:
+    path: the path of the leaf.
+    axis: the axis of the layers.
+    start: the first layer.
+    stop: the layer after the last.
+  """
+
+  path: str
+  axis: int
+  start: int
+  stop: int
+
+  def __str__(self) -> str:
+    return f"{self.path}[{':, ' * self.axis}{self.start}:{self.stop}]"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,32 +52,37 @@ class LayerGroups:
 
   Attributes:
     groups: for each group, the paths of its leaves in the order of the forward pass. Of a leaf
-      that holds many layers, the group's are in brackets: ``"blocks/kernel[0:4]"``, or, with the
-      layers along axis 1, ``"blocks/kernel[:, 0:4]"``. Methods split such leaves.
+      that holds many layers, some of which are in the group, a :class:`LayerSlice`, printed as
+      ``blocks/kernel[0:4]``, or, with the layers along axis 1, ``blocks/kernel[:, 0:4]``. Methods
+      split such leaves.
     sizes: for each group, the number of its parameters.
     unused: leaves that the loss does not depend on. They are in the last group.
     reused: leaves that are used again after a later layer (tied weights, unrolled recurrences).
       They are frozen with the layer that uses them first.
+    origin: what was taken for blocks, and how to say otherwise, for ``print``.
   """
 
-  groups: tuple[tuple[str, ...], ...]
+  groups: tuple[tuple[str | LayerSlice, ...], ...]
   sizes: tuple[int, ...]
   unused: tuple[str, ...] = ()
   reused: tuple[str, ...] = ()
+  origin: str = dataclasses.field(default="", compare=False)
 
   def __str__(self) -> str:
     total = max(sum(self.sizes), 1)
     lines = []
-    for index, (paths, size) in enumerate(zip(self.groups, self.sizes, strict=True)):
+    for index, (entries, size) in enumerate(zip(self.groups, self.sizes, strict=True)):
       never = ", never frozen" if index == len(self.groups) - 1 else ""
       lines.append(
         f"group {index}: {size:,} parameters ({100 * size / total:.1f} %){never}: "
-        + ", ".join(paths)
+        + ", ".join(map(str, entries))
       )
     if self.unused:
       lines.append("not used by the loss, so never frozen: " + ", ".join(self.unused))
     if self.reused:
       lines.append("used again later, frozen where they are used first: " + ", ".join(self.reused))
+    if self.origin:
+      lines.append(self.origin)
     return "\n".join(lines)
 
 
@@ -73,23 +95,27 @@ def layer_groups(
   params: optax.Params,
   *args: Any,
   num_groups: int | None = None,
+  blocks: str | Sequence[str] | None = None,
   overrides: Mapping[str, int] | None = None,
 ) -> LayerGroups:
   """Groups the leaves along the forward pass, as a trace of the loss shows it.
 
-  A leaf's place is where it first meets the data; casts and reshapes of params do not count. The
-  first group has all leaves that meet it before the first block (patches, class token, positions,
-  a tied embedding), the last all after the last block (final norm, pooler, head), and between them
-  each block is a group, as in BEiT, MAE and ``timm``.
+  Each block is a group; what is before all blocks (patches, class token, positions, a tied
+  embedding) is the first group, what is after them (final norm, pooler, head) the last, as in BEiT,
+  MAE and ``timm``. The blocks are the outermost series of modules that differ by a number in their
+  names (``layers/0``, ``Block_3``), or the steps of a scan over layers (``nn.scan``, ``nnx.scan``,
+  ``lax.scan``), whichever is around the other. A series has several kernels in two or more of its
+  modules, and its modules are one after the other along the data. What is inside a block, and how
+  it is named, has no effect.
 
-  Blocks are numbered modules of which two or more have the same leaves (``layers/0``,
-  ``Block_3``). In a model that scans over its layers (``nn.scan``, ``nnx.scan``, ``lax.scan``) each
-  step of the outermost scan is a block; a leaf that all layers share is in the first of them. If
-  numbered modules are stages, as in ResNets, ConvNeXts and U-Nets, the blocks in them count, in the
-  order of the forward pass. What is between two blocks goes with the one around which its module
-  is, else a kernel, as a downsampling one, with the block that follows and a normalization with
-  the one before; a module of several kernels is a block of its own. Without numbered modules each
-  kernel is a block, with its bias and normalization. Nothing is computed; arrays may be abstract.
+  Without such a series, each layer is a group if the layers are a plain chain, as in an MLP: a
+  kernel with its bias and normalization, or a recurrent cell. Anything else is a question: the
+  error of a model with several series (two towers, an encoder and a decoder), or with none, says
+  which `blocks` to choose from. ``print`` shows what was taken. Nothing is computed; arrays may be
+  abstract.
+
+  Leaves beside the blocks are placed by the data that they meet: with the last block that these
+  were computed with; before all blocks if with none; after all blocks if no block follows.
 
   Noise, and arrays that the loss closes over (an adapter's base weights, a pruning mask), are data
   only where the params would otherwise meet data in one place or nowhere. In `args` they count as
@@ -101,8 +127,15 @@ def layer_groups(
     *args: the loss's other arguments: statistics, batch, rng. A loss from ``nnx.split_loss`` or
       ``linen.split_loss`` takes its model state first, which is not data.
     num_groups: how many groups; the last is never frozen. None: as above. Lowering it puts
-      neighbours into one group, evenly; above the number of blocks these are cut inside, into the
-      numbered modules in them and at last into kernels.
+      neighbours into one group, evenly; above the number of blocks groups are cut between layers,
+      unless `blocks` is given.
+    blocks: which modules are blocks, as a pattern of paths from the root in which `*` is any part
+      of a name and `**` any names: ``"encoder/layers/*"``, ``"stages/*/blocks/*"``. A module that a
+      scan slices has a block for each step; ``"stages/*[*]"`` asks for the steps of several scans.
+      Patterns with bars between are one series, in the order of use:
+      ``"encoder/block/*|decoder/block/*"``. A sequence of patterns is one series for each, side by
+      side, whose blocks are counted from the last of each series: ``("text/blocks/*",
+      "image/blocks/*")``. None: the default above.
     overrides: groups by regular expression, which take precedence over the trace, for all layers of
       a leaf. An expression matches whole segments of the leaves' paths; patterns of two groups that
       match one leaf are an error.
@@ -111,8 +144,9 @@ def layer_groups(
     A :class:`LayerGroups`.
 
   Raises:
-    ValueError: there are fewer kernels than groups, the loss uses no leaf, an override names no
-      group, or two put a leaf into different ones.
+    ValueError: the loss doesn't tell the blocks, and `blocks` is None; a pattern of `blocks` selects
+      nothing, or two select one leaf; there are fewer kernels than groups; the loss uses no leaf; an
+      override names no group, or two put a leaf into different ones.
 
   Examples:
     >>> import jax.numpy as jnp, optax_boost
@@ -123,37 +157,100 @@ def layer_groups(
     >>> print(optax_boost.layer_groups(loss_fn, params, jnp.ones((2, 8))))
     group 0: 72 parameters (90.0 %): z_body/kernel, z_body/bias
     group 1: 8 parameters (10.0 %), never frozen: a_head
+    blocks: each layer, as the trace shows no series of blocks; for others pass blocks="..."
+
+    Two towers, each of two blocks, whose rates are to be alike:
+
+    >>> from optax_boost import layer_groups
+    >>> block = {"up": jnp.eye(8), "down": jnp.eye(8)}
+    >>> params = {"image": [block, block], "text": [block, block]}
+    >>> def loss_fn(params, x):
+    ...   image = text = x
+    ...   for p in params["image"]:
+    ...     image += jnp.tanh(image @ p["up"]) @ p["down"]
+    ...   for p in params["text"]:
+    ...     text += jnp.tanh(text @ p["up"]) @ p["down"]
+    ...   return jnp.mean(image * text)
+    >>> print(layer_groups(loss_fn, params, jnp.ones((2, 8)), blocks=("image/*", "text/*")))
+    group 0: 256 parameters (50.0 %): image/0/up, image/0/down, text/0/up, text/0/down
+    group 1: 256 parameters (50.0 %), never frozen: image/1/up, image/1/down, text/1/up, text/1/down
+    blocks: "image/*" (2 modules) side by side with "text/*" (2 modules)
   """
   if num_groups is not None:
     _base.check_whole_number("num_groups", num_groups, static=True)
     num_groups = int(num_groups)
-  return groups_of(_layer_axes.layer_axes(loss_fn, params, *args), params, num_groups, overrides)
+  patterns = None if blocks is None else _blocks.check_patterns(blocks)
+  program = _layer_axes.trace(loss_fn, params, args)
+  data = _layer_axes.data_flags(loss_fn, args)
+  described = _layer_axes.describe(program, params, data)
+  model = _model_of(program, data, described, params)
+  try:
+    found = (
+      _blocks.blocks_by_default(model)
+      if patterns is None
+      else _blocks.blocks_of_patterns(model, patterns)
+    )
+  except _blocks.Unclear as question:
+    raise ValueError(str(question)) from None
+  if patterns is None and num_groups is not None and num_groups > found.num_blocks:
+    found = _blocks.blocks_of_layers(model)
+  return _groups_of_blocks(model, found, params, num_groups, overrides)
 
 
-def groups_of(
+def even_groups(
+  program: Any,
+  data: Sequence[bool | None],
   described: _layer_axes.LayerAxes,
   params: optax.Params,
-  num_groups: int | None,
-  overrides: Mapping[str, int] | None = None,
+  num_groups: int,
 ) -> LayerGroups:
-  """:func:`layer_groups` of a loss that is traced already."""
+  """Groups of a traced loss, cut between layers where the trace doesn't tell enough blocks."""
+  model = _model_of(program, data, described, params)
+  try:
+    found = _blocks.blocks_by_default(model)
+  except _blocks.Unclear:
+    found = None
+  if found is None or found.num_blocks < num_groups:
+    found = _blocks.blocks_of_layers(model)
+  return _groups_of_blocks(model, found, params, num_groups, None)
+
+
+def _model_of(
+  program: Any,
+  data: Sequence[bool | None],
+  described: _layer_axes.LayerAxes,
+  params: optax.Params,
+) -> _blocks.Model:
+  """The leaves of a traced loss and their uses; `data` flags its arguments after the params."""
   leaves = _layer_axes.leaves_of(params, described)
   # A dot in a key separates modules, too, as in the flat names of PyTorch: `h.0.attn.weight`.
   in_modules = [leaf._replace(path=leaf.path.replace(".", "/")) for leaf in leaves]
-  model = _blocks.Model(in_modules, list(described.uses), described.scans)
-  order = model.order
-  unused = [i for i in range(len(leaves)) if i not in set(order)]
-  if not order:
+  flow = _flow.trace_flow(program, len(leaves), data)
+  model = _blocks.Model(in_modules, list(described.uses), described.scans, flow)
+  if not model.order:
     raise ValueError(
       f"`layer_groups` found no leaf among the {len(leaves)} of `params` that the loss uses. Pass"
       " the params that `loss_fn` takes as its first argument."
     )
-  blocks = _blocks.find_blocks(model, num_groups)
+  return model
+
+
+def _groups_of_blocks(
+  model: _blocks.Model,
+  blocks: _blocks.Blocks,
+  params: optax.Params,
+  num_groups: int | None,
+  overrides: Mapping[str, int] | None,
+) -> LayerGroups:
+  """Groups of blocks in a row, as even as possible; None: one for each block."""
+  leaves = _layer_axes.leaves_of(params)
+  order = list(model.order)
+  unused = [i for i in range(len(leaves)) if i not in model.order]
   num_groups = blocks.num_blocks if num_groups is None else num_groups
   if blocks.num_blocks < num_groups:
     raise ValueError(
       f"`layer_groups` can't make {num_groups} groups of {blocks.num_blocks} blocks (a kernel with"
-      " its bias and normalization is one, or a layer of a scan). Pass"
+      " its bias and normalization is one, or a layer of a scan, or what `blocks` selects). Pass"
       f" num_groups={blocks.num_blocks} or fewer."
     )
   group: dict[int, list[int]] = {
@@ -165,7 +262,7 @@ def groups_of(
     group[leaf] = [number]
   reused = _blocks.reused(model, blocks.of_leaf)
   axes = {leaf: axis for scan in model.scans for leaf, axis in scan.axes}
-  entries: list[list[str]] = [[] for _ in range(num_groups)]
+  entries: list[list[str | LayerSlice]] = [[] for _ in range(num_groups)]
   sizes = [0] * num_groups
   for i in [*order, *unused]:
     size = math.prod(leaves[i].shape) // len(group[i])
@@ -173,29 +270,16 @@ def groups_of(
     for number, run in itertools.groupby(group[i]):
       first, end = end, end + len(list(run))
       is_whole = end - first == len(group[i])
-      entry = leaves[i].path if is_whole else _slice_entry(leaves[i].path, axes[i], first, end)
-      entries[number].append(entry)
+      path = leaves[i].path
+      entries[number].append(path if is_whole else LayerSlice(path, axes[i], first, end))
       sizes[number] += size * (end - first)
   return LayerGroups(
     groups=tuple(map(tuple, entries)),
     sizes=tuple(sizes),
     unused=tuple(leaves[i].path for i in unused),
     reused=tuple(leaves[i].path for i in order if i in reused),
+    origin=blocks.origin,
   )
-
-
-def _slice_entry(path: str, axis: int, first: int, end: int) -> str:
-  """The entry of some layers of a leaf, along an axis."""
-  return f"{path}[{':, ' * axis}{first}:{end}]"
-
-
-def _read_slice_entry(entry: str) -> tuple[str, int, range] | None:
-  """The path, the axis and the layers of an entry; None for that of a whole leaf."""
-  match = _SLICE_ENTRY.fullmatch(entry)
-  if match is None:
-    return None
-  path, before, first, end = match.groups()
-  return path, len(before) // len(":, "), range(int(first), int(end))
 
 
 def _overridden(
@@ -264,10 +348,10 @@ def group_numbers(tree: Any, groups: Groups, method: str) -> list[GroupNumber]:
   sliced: dict[str, _SlicedLeaf] = {}
   for number, entries in enumerate(groups.groups):
     for entry in entries:
-      if (of_slice := _read_slice_entry(entry)) is not None:
-        path, axis, layers = of_slice
-        leaf_in_plan = sliced.setdefault(path, _SlicedLeaf(axis, {}))
-        is_new = path not in whole and axis == leaf_in_plan.axis
+      if isinstance(entry, LayerSlice):
+        layers = range(entry.start, entry.stop)
+        leaf_in_plan = sliced.setdefault(entry.path, _SlicedLeaf(entry.axis, {}))
+        is_new = entry.path not in whole and entry.axis == leaf_in_plan.axis
         is_new &= leaf_in_plan.group_of_layer.keys().isdisjoint(layers)
         leaf_in_plan.group_of_layer.update(dict.fromkeys(layers, number))
       else:

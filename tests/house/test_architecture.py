@@ -44,6 +44,7 @@ TRACE = [
   "_primitives",
   "_leaf_uses",
   "_layer_axes",
+  "_flow",
   "_blocks",
   "_layer_groups",
   "_frozen_scans",

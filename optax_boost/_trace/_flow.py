@@ -1,0 +1,168 @@
+"""Which leaves a leaf's input was computed with: the order of leaves along the data.
+
+The order in which a program uses leaves does not tell whether they are one after the other or side
+by side: two towers are written one below the other. The data do. A leaf is *upstream* of another
+one if the data that the other one meets were computed with it.
+
+>>> import jax, jax.numpy as jnp
+>>> def loss_fn(params, x):
+...   left, right = x @ params["left"], x @ params["right"]
+...   return jnp.sum((left + right) @ params["top"])
+>>> params = {"left": jnp.ones((2, 2)), "right": jnp.ones((2, 2)), "top": jnp.ones((2, 2))}
+>>> program = jax.make_jaxpr(loss_fn)(params, jnp.ones((2, 2)))
+>>> [sorted(leaves) for leaves in trace_flow(program, 3, [True]).upstream]  # left, right, top
+[[], [], [0, 1]]
+"""
+
+from collections.abc import Sequence
+import functools
+import operator
+from typing import Any
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from optax_boost._trace import _jaxpr
+from optax_boost._trace import _primitives
+
+# What counts as data, in the order in which it is tried, as in `_leaf_uses`: arrays of the batch,
+# then its scalars, constants, and noise, each with all before it.
+_ARRAYS, _SCALARS, _CONSTANTS, _NOISE = range(4)
+
+
+class Flow(NamedTuple):
+  """What is upstream of each leaf.
+
+  Attributes:
+    upstream: for each leaf the leaves upstream of its first use; in a loop, of its first round.
+    ever_upstream: for each leaf the leaves upstream of any of its uses, in any round of a loop.
+    recurrent: for each loop whose rounds depend on each other, the leaves that all rounds use.
+  """
+
+  upstream: tuple[frozenset[int], ...]
+  ever_upstream: tuple[frozenset[int], ...]
+  recurrent: tuple[frozenset[int], ...]
+
+
+class _Value(NamedTuple):
+  """The abstract value of a variable; sets of leaves are bits of an integer.
+
+  Attributes:
+    is_data: it is computed from data.
+    with_leaves: the leaves with which data were computed.
+    of_leaves: it is computed from these leaves, which have not met data.
+    is_penalty: it is a number that sums up params, as a weight decay does.
+  """
+
+  is_data: bool = False
+  with_leaves: int = 0
+  of_leaves: int = 0
+  is_penalty: bool = False
+
+
+def trace_flow(program: Any, num_leaves: int, data: Sequence[bool | None]) -> Flow:
+  """The flow of a traced loss, whose first arguments are the leaves of the params.
+
+  `data` flags the other arguments: True for data, None for constants.
+  """
+  for kind in range(_NOISE + 1):
+    analysis = _FlowAnalysis(kind)
+    others = program.jaxpr.invars[num_leaves:]
+    arguments = [_Value(of_leaves=1 << leaf) for leaf in range(num_leaves)]
+    arguments += [
+      _Value(is_data=_kind(variable.aval, flag) <= kind)
+      for variable, flag in zip(others, data, strict=True)
+    ]
+    analysis.run(program, arguments)
+    if analysis.num_meetings > 1:
+      break
+
+  def sets(upstream: dict[int, int]) -> tuple[frozenset[int], ...]:
+    return tuple(_leaves_in(upstream.get(leaf, 0)) for leaf in range(num_leaves))
+
+  of_loops = (_leaves_in(leaves) for leaves in dict.fromkeys(analysis.loops))
+  ever = sets(analysis.ever_upstream)
+  recurrent = tuple(leaves for leaves in of_loops if any(leaf in ever[leaf] for leaf in leaves))
+  return Flow(sets(analysis.upstream), ever, recurrent)
+
+
+def _kind(aval: Any, flag: bool | None) -> int:
+  if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
+    return _NOISE
+  if flag is None:
+    return _CONSTANTS if aval.size > 1 else _NOISE + 1
+  return _ARRAYS if aval.size > 1 else _SCALARS
+
+
+def _leaves_in(bits: int) -> frozenset[int]:
+  return frozenset(leaf for leaf in range(bits.bit_length()) if bits >> leaf & 1)
+
+
+class _FlowAnalysis(_jaxpr.Interpreter[_Value]):
+  """Notes what is upstream of each leaf, with some kinds of values as data."""
+
+  def __init__(self, kind: int) -> None:
+    self._kind = kind
+    self.upstream: dict[int, int] = {}
+    self.ever_upstream: dict[int, int] = {}
+    self.num_meetings = 0
+    self.loops: list[int] = []
+    self._met = 0  # the leaves that met data in the loop that is being followed
+
+  def constant(self, value: Any) -> _Value:
+    return _Value(is_data=self._kind >= _CONSTANTS and np.size(value) > 1)
+
+  def join(self, values: Sequence[_Value]) -> _Value:
+    return _Value(
+      any(v.is_data for v in values),
+      _unite(v.with_leaves for v in values),
+      _unite(v.of_leaves for v in values),
+      all(v.is_penalty or not v.of_leaves for v in values) and any(v.is_penalty for v in values),
+    )
+
+  def operation(self, equation: Any, inputs: list[_Value]) -> Sequence[_Value]:
+    if _primitives.rule_of(equation).is_identity:
+      return inputs
+    is_data = any(v.is_data for v in inputs)
+    if equation.primitive.name == "random_wrap":
+      is_data = is_data and self._kind >= _NOISE
+    of_leaves = _unite(v.of_leaves for v in inputs)
+    if not is_data:
+      is_summed = any(
+        v.is_penalty or (v.of_leaves and atom.aval.shape)
+        for v, atom in zip(inputs, equation.invars, strict=True)
+      )
+      return [
+        _Value(of_leaves=of_leaves, is_penalty=bool(is_summed and not variable.aval.shape))
+        for variable in equation.outvars
+      ]
+    with_leaves = _unite(v.with_leaves for v in inputs)
+    meeting = _unite(v.of_leaves for v in inputs if not v.is_penalty)
+    self._note(meeting, with_leaves)
+    return [_Value(True, with_leaves | meeting)] * len(equation.outvars)
+
+  def loop(
+    self, equation: Any, body: Any, inputs: list[_Value], carry: slice
+  ) -> Sequence[_Value]:
+    met, self._met = self._met, 0
+    outputs = self.settle(lambda values: self.run(body, values), inputs, carry)
+    shared = self._met & _unite(v.of_leaves for v in inputs[: carry.start])
+    if shared:
+      self.loops.append(shared)
+    self._met |= met
+    return outputs
+
+  def _note(self, meeting: int, with_leaves: int) -> None:
+    """Notes that some leaves meet data that were computed with others."""
+    leaves = _leaves_in(meeting)
+    self.num_meetings += any(leaf not in self.upstream for leaf in leaves)
+    for leaf in leaves:
+      self.upstream.setdefault(leaf, with_leaves)
+      self.ever_upstream[leaf] = self.ever_upstream.get(leaf, 0) | with_leaves
+    self._met |= meeting
+
+
+def _unite(sets: Any) -> int:
+  return functools.reduce(operator.or_, sets, 0)
