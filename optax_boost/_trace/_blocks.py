@@ -263,7 +263,11 @@ def _top_modules(model: Model) -> dict[str, list[int]]:
 def _find_series(model: Model) -> tuple[list[Series], list[Series]]:
   """All series, the outer before the inner, and the outermost of them, by first use."""
   numbered = _numbered_series(model)
-  scans = [_series_of_scan(model, scan) for scan in model.layer_scans]
+  scans = [
+    _series_of_scan(model, scan)
+    for scan in model.layer_scans
+    if len(scan.axis_of.keys() & set(model.kernels)) > 1
+  ]
   outermost: list[Series] = []
   for series in [*scans, *numbered]:
     others = [other for other in [*numbered, *scans] if other is not series]
@@ -518,7 +522,7 @@ def _find_layers(model: Model) -> list[Part]:
     apart = []
     for layer in layers:
       is_same = any(
-        (kernel in ever[other] and other in ever[kernel])
+        {kernel, other} <= ever[kernel] & ever[other]
         or any(kernel in loop and other in loop for loop in model.flow.recurrent)
         for other in layer
       )
@@ -561,7 +565,9 @@ def _blocks_of_layers(model: Model, layers: list[Part], origin: str) -> Blocks:
   layers_of: dict[str, set[int]] = {}
   first = min((_begin(model, layer) for layer in layers), default=len(model.order))
   is_before = {
-    i for i, place in model.order.items() if place < first and len(model.leaves[i].shape) > 1
+    i
+    for i, place in model.order.items()
+    if place < first and len(model.leaves[i].axes_of_layer) > 1
   }
   count = int(bool(is_before))
   begins: list[tuple[int, int, int]] = []
