@@ -511,35 +511,34 @@ def reused(model: Model, blocks_of_leaf: Mapping[int, list[int]]) -> set[int]:
 
 
 def _find_layers(model: Model) -> list[Part]:
-  """Kernels and scans, by first use; those of a recurrence are one layer."""
+  """Kernels and scans, by first use; the leaves of a recurrence are one layer."""
   scanned = {leaf for scan in model.layer_scans for leaf in scan.axis_of}
-  ever = model.flow.ever_upstream
   layers: list[set[int]] = []
-  for kernel in model.kernels:
-    if kernel in scanned:
-      continue
-    joined = {kernel}
-    apart = []
+  for kernel in [i for i in model.kernels if i not in scanned]:
+    joined = [layer for layer in layers if any(_recur(model, kernel, i) for i in layer)]
+    layers = [layer for layer in layers if layer not in joined]
+    layers.append({kernel}.union(*joined))
+  for leaf in model.order.keys() - set(model.kernels) - scanned:
     for layer in layers:
-      is_same = any(
-        {kernel, other} <= ever[kernel] & ever[other]
-        or any(kernel in loop and other in loop for loop in model.flow.recurrent)
-        for other in layer
-      )
-      if is_same:
-        joined |= layer
-      else:
-        apart.append(layer)
-    layers = [*apart, joined]
+      if any(_recur(model, leaf, i) for i in layer):
+        layer.add(leaf)
+        break
   parts = [Part(frozenset(layer)) for layer in layers]
   parts += [Part(frozenset(scan.axis_of), scan) for scan in model.layer_scans]
   return sorted(parts, key=lambda part: _begin(model, part))
 
 
+def _recur(model: Model, first: int, second: int) -> bool:
+  """Whether leaves are in one recurrence: used again, after each other, or in one loop."""
+  ever = model.flow.ever_upstream
+  pair = {first, second}
+  return pair <= ever[first] & ever[second] or any(pair <= loop for loop in model.flow.recurrent)
+
+
 def _are_chained(model: Model, layers: list[Part]) -> bool:
   """Whether each layer follows the one before; a single one of several kernels is no chain."""
-  if len(layers) == 1 and len(layers[0].leaves) > 1:
-    return layers[0].scan is not None
+  if len(layers) == 1 and layers[0].scan is None:
+    return len(layers[0].leaves.intersection(model.kernels)) == 1
   return all(model.follows(b.leaves, a.leaves) for a, b in zip(layers, layers[1:], strict=False))
 
 
