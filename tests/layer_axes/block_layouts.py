@@ -21,7 +21,8 @@ IMAGES = jax.ShapeDtypeStruct((2, 16, 16, 3), jnp.float32)
 class Layout(NamedTuple):
   """A model, and the prefixes of the paths in each of its groups but the last.
 
-  In `blocks`, an entry is a prefix or several; of a scan `prefix[i]` is its layer i.
+  In `blocks`, an entry is a prefix or several; of a scan `prefix[i]` is its layer i. `asked` is the
+  argument `blocks` for these groups; None: they are the default.
   """
 
   loss: Callable[..., Any]
@@ -30,6 +31,7 @@ class Layout(NamedTuple):
   first: tuple[str, ...]
   blocks: list[str | tuple[str, ...]]
   last: tuple[str, ...]
+  asked: str | None = None
 
 
 def shape(*sizes: int) -> jax.ShapeDtypeStruct:
@@ -380,7 +382,8 @@ def t5() -> Layout:
   ]
   blocks[LAYERS - 1] = (blocks[LAYERS - 1], "encoder/final_layer_norm")
   last = ("decoder/final_layer_norm", "lm_head")
-  return Layout(loss, params, (TOKENS,), ("shared",), blocks, last)
+  asked = "encoder/block/*|decoder/block/*"
+  return Layout(loss, params, (TOKENS,), ("shared",), blocks, last, asked)
 
 
 def t5x(scanned: bool) -> Layout:
@@ -440,7 +443,9 @@ def t5x(scanned: bool) -> Layout:
   encoder[0], decoder[0] = (encoder[0], "encoder/relpos_bias"), (decoder[0], "decoder/relpos_bias")
   encoder[-1] = (encoder[-1], "encoder/encoder_norm")
   last = ("decoder/decoder_norm", "decoder/logits_dense")
-  return Layout(loss, params, (TOKENS,), ("token_embedder",), encoder + decoder, last)
+  layers = "layers[*]" if scanned else "layers_*"
+  asked = f"encoder/{layers}|decoder/{layers}"
+  return Layout(loss, params, (TOKENS,), ("token_embedder",), encoder + decoder, last, asked)
 
 
 # ---- Convolutional networks
@@ -468,7 +473,7 @@ def resnet(blocks: tuple[int, ...]) -> Layout:
     return jnp.mean(apply_dense(params["fc"], x.mean((1, 2))))
 
   paths = [f"layer{s + 1}/{i}/" for s, number in enumerate(blocks) for i in range(number)]
-  return Layout(loss, params, (IMAGES,), ("conv1", "bn1"), paths, ("fc",))
+  return Layout(loss, params, (IMAGES,), ("conv1", "bn1"), paths, ("fc",), "layer*/*")
 
 
 def residual(projects: bool) -> Any:
@@ -546,9 +551,12 @@ def convnext(timm: bool) -> Layout:
     for i in range(depth):
       block_path = f"stages/{s}/blocks/{i}/" if timm else f"stages/{s}/{i}/"
       downsample = f"stages/{s}/downsample/" if timm else f"downsample_layers/{s}/"
-      paths.append((downsample, block_path) if s and i == 0 else block_path)
-  first = ("stem",) if timm else ("downsample_layers/0/",)
-  return Layout(loss, params, (IMAGES,), first, paths, ("head",) if timm else ("norm", "fc"))
+      if s and i == 0:
+        paths[-1] = (paths[-1], downsample)
+      paths.append(block_path)
+  first, last = (("stem",), ("head",)) if timm else (("downsample_layers/0/",), ("norm", "fc"))
+  asked = "stages/*/blocks/*" if timm else "stages/*/*"
+  return Layout(loss, params, (IMAGES,), first, paths, last, asked)
 
 
 def unet() -> Layout:
@@ -578,7 +586,8 @@ def unet() -> Layout:
     return jnp.mean(apply_conv(params["head"], x))
 
   paths = [*(f"down_{i}/" for i in range(3)), "bottleneck/", *(f"up_{i}/" for i in range(3))]
-  return Layout(loss, params, (IMAGES,), ("stem",), paths, ("head",))
+  asked = "down_*|bottleneck|up_*"
+  return Layout(loss, params, (IMAGES,), ("stem",), paths, ("head",), asked)
 
 
 def diffusion_unet() -> Layout:
@@ -663,8 +672,9 @@ def diffusion_unet() -> Layout:
     if side == "down":
       paths += [f"mid_block/{name}/" for name in ("resnets_0", "attentions_0", "resnets_1")]
   times = jax.ShapeDtypeStruct((2,), jnp.float32)
-  first = ("conv_in", "time_embedding")
-  return Layout(loss, params, (IMAGES, times), first, paths, ("conv_norm_out", "conv_out"))
+  first, last = ("conv_in", "time_embedding"), ("conv_norm_out", "conv_out")
+  asked = "*_block*/resnets_*|*_block*/attentions_*"
+  return Layout(loss, params, (IMAGES, times), first, paths, last, asked)
 
 
 LAYOUTS = {

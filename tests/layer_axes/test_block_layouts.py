@@ -1,4 +1,7 @@
-"""Groups of layers of public models: a group per block, one before these and one after."""
+"""Groups of layers of public models: a group per block, one before these and one after.
+
+Models with several series of blocks must be told; those with stages may be.
+"""
 
 import functools
 
@@ -19,6 +22,11 @@ def layout_of(name):
 
 @functools.cache
 def plan_of(name):
+  layout = layout_of(name)
+  return optax_boost.layer_groups(layout.loss, layout.params, *layout.args, blocks=layout.asked)
+
+
+def by_default(name):
   layout = layout_of(name)
   return optax_boost.layer_groups(layout.loss, layout.params, *layout.args)
 
@@ -43,7 +51,7 @@ def expected_groups(layout):
 @pytest.mark.parametrize("name", block_layouts.LAYOUTS)
 def test_each_block_is_a_group_and_leaves_before_and_after_blocks_are_two_more(name):
   layout, plan = layout_of(name), plan_of(name)
-  found, expected = [set(group) for group in plan.groups], expected_groups(layout)
+  found, expected = [set(map(str, group)) for group in plan.groups], expected_groups(layout)
   assert found == expected
   # All leaves, each once: the prefixes leave none out.
   leaves = {path.partition("[")[0] for path in set().union(*expected)}
@@ -72,15 +80,45 @@ def test_a_tied_embedding_is_in_the_first_group():
     assert tied in plan_of(name).groups[0], name
 
 
+@pytest.mark.parametrize("name", ["resnet 34", "convnext", "convnext of its authors"])
+def test_by_default_a_stage_is_a_block_and_the_plan_says_how_to_get_those_in_it(name):
+  plan, asked = by_default(name), layout_of(name).asked
+  assert len(plan.groups) == 6
+  assert plan.groups[0] == plan_of(name).groups[0]
+  assert plan.groups[-1] == plan_of(name).groups[-1]
+  assert f'{len(plan_of(name).groups) - 2} finer ones pass blocks="{asked}"' in str(plan)
+
+
+@pytest.mark.parametrize(
+  ("name", "series"),
+  {
+    "t5": ("encoder/block/*", "decoder/block/*"),
+    "t5x": ("encoder/layers_*", "decoder/layers_*"),
+    "t5x scanned": ("encoder/layers[*]", "decoder/layers[*]"),
+    "unet": ("down_*", "up_*"),
+    "diffusion unet": ("down_blocks_*", "mid_block/resnets_*", "up_blocks_*"),
+  }.items(),
+)
+def test_several_series_are_a_question_that_names_them(name, series):
+  with pytest.raises(ValueError, match=f"finds {len(series)} series of blocks") as question:
+    by_default(name)
+  # Each follows the one before, so the chain is the first answer.
+  first, second = '", "'.join(series), "|".join(series)
+  assert f'Pass blocks="{second}" if they are one after the other; blocks=("{first}") if' in str(
+    question.value
+  )
+
+
 @pytest.mark.parametrize("name", ["vit", "bert scanned", "gpt2", "convnext", "resnet 34"])
 @pytest.mark.parametrize("num_groups", [2, 3, 7, 10])
 def test_fewer_groups_have_whole_blocks_in_the_same_order(name, num_groups):
   layout = layout_of(name)
-  plan = optax_boost.layer_groups(layout.loss, layout.params, *layout.args, num_groups=num_groups)
+  plan = optax_boost.layer_groups(
+    layout.loss, layout.params, *layout.args, num_groups=num_groups, blocks=layout.asked
+  )
   assert len(plan.groups) == num_groups
-  whole = {path for path in plan.groups[0] if "[" not in path}
-  assert expected_groups(layout)[0] <= whole
-  of_leaf = {path: number for number, group in enumerate(plan.groups) for path in group}
+  assert expected_groups(layout)[0] <= {path for path in plan.groups[0] if isinstance(path, str)}
+  of_leaf = {str(path): number for number, group in enumerate(plan.groups) for path in group}
   previous = 0
   for block in expected_groups(layout):
     numbers = {of_leaf[path] for path in block if path in of_leaf}
