@@ -79,15 +79,15 @@ dimensions. The body of the scan gets one slice of ``hidden`` after the other:
 head: fan-in (0,), outputs (1,)
 hidden: layers (0,), fan-in (1,), outputs (2,)
 
-*From uses to groups.* Each step of the scan is a block. The head meets data that were computed with
-the last of them, so it is after all blocks:
+*From uses to groups.* The two steps of the scan and the head are a chain: each meets data that were
+computed with the one before. So each is a block:
 
 >>> from optax_boost._trace import _layer_groups
 >>> print(_layer_groups.layer_groups(loss_fn, params, jnp.ones((4, 8))))
 group 0: 64 parameters (42.1 %): hidden[0:1]
 group 1: 64 parameters (42.1 %): hidden[1:2]
 group 2: 24 parameters (15.8 %), never frozen: head
-blocks: "hidden[*]" (2 steps of a scan); for others pass blocks="..."
+blocks: each layer of a chain; for others pass blocks="..."
 
 *Back to the loss.* With the first group frozen, ``_frozen_scans`` computes the program again with
 ``hidden`` in two parts, of which the first has no derivative. Its scan becomes two scans, and JAX
@@ -103,7 +103,7 @@ The modules, each of which imports those before it:
   _leaf_uses      the interpreter that finds uses, and scans over layers
   _layer_axes     ``layer_axes``: what the uses tell of each leaf
   _flow           which leaves the data were computed with that a leaf meets
-  _blocks         blocks: the outermost series of modules or steps of a scan, or what patterns select
+  _blocks         blocks: the outermost series of modules or steps, or what patterns select
   _layer_groups   ``layer_groups``: groups of blocks, and the group of each leaf or layer
   _frozen_scans   evaluates a loss with frozen layers in its scans
 """

@@ -17,6 +17,7 @@ import dataclasses
 import fnmatch
 import functools
 import glob
+import itertools
 import re
 from typing import NamedTuple
 
@@ -133,30 +134,27 @@ def _is_kernel(leaf: _layer_axes.Leaf) -> bool:
 def blocks_by_default(model: Model) -> Blocks:
   """The blocks of the outermost series, or of a plain chain of layers; raises :class:`Unclear`."""
   every, outermost = _find_series(model)
-  if len(outermost) > 1:
-    raise Unclear(_ask_which_series(model, outermost))
-  if outermost:
-    (series,) = outermost
-    origin = f"blocks: {_describe(series)}"
-    inner = [other for other in every if other is not series and _is_finer(model, other, series)]
-    if inner:
-      origin += f"; for {inner[0].length} finer ones pass blocks={_quoted(inner[0].pattern)}"
-    return _place(model, [series], f'{origin}; for others pass blocks="..."')
-  layers = _find_layers(model)
-  if not _are_chained(model, layers):
-    layers = _join_modules(model, layers)
-  if not _are_chained(model, layers):
-    raise Unclear(_ask_for_blocks(model))
-  return _blocks_of_layers(
-    model,
-    layers,
-    'blocks: each layer, as the trace shows no series of blocks; for others pass blocks="..."',
-  )
+  if not outermost:
+    layers = _find_layers(model)
+    if not _are_chained(model, layers):
+      layers = _join_modules(model, layers)
+    if _are_chained(model, layers):
+      origin = 'blocks: each layer of a chain; for others pass blocks="..."'
+      return _blocks_of_layers(model, layers, origin)
+    every, outermost = _find_series(model, num_kernels=1)
+  if len(outermost) != 1:
+    raise Unclear(_ask_which_series(model, outermost) if outermost else _ask_for_blocks(model))
+  (series,) = outermost
+  origin = f"blocks: {_describe(series)}"
+  inner = [other for other in every if other is not series and _is_finer(model, other, series)]
+  if inner:
+    origin += f"; for {inner[0].length} finer ones pass blocks={_quoted(inner[0].pattern)}"
+  return _place(model, [series], f'{origin}; for others pass blocks="..."')
 
 
 def blocks_of_layers(model: Model) -> Blocks:
   """The smallest blocks: a kernel with its biases and normalizations, or a layer of a scan."""
-  origin = 'blocks: each layer, as many groups need; for others pass blocks="..."'
+  origin = 'blocks: each layer, for want of larger ones; for others pass blocks="..."'
   return _blocks_of_layers(model, _find_layers(model), origin)
 
 
@@ -229,14 +227,16 @@ def _ask_for_blocks(model: Model) -> str:
   large = [m for m, leaves in top.items() if len(set(leaves).intersection(model.kernels)) > 1]
   answers = []
   if len(large) > 1:
-    are_chained = all(model.follows(top[b], top[a]) for a, b in zip(large, large[1:], strict=False))
+    are_chained = all(model.follows(top[b], top[a]) for a, b in itertools.pairwise(large))
     patterns = [glob.escape(module) for module in large]
     code = _quoted("|".join(patterns)) if are_chained else f"({', '.join(map(_quoted, patterns))})"
     words = "one after the other" if are_chained else "side by side"
     answers.append(f"blocks={code} for these modules, {words}")
   parent = next(iter(top)).rpartition("/")[0]
   every = f"{glob.escape(parent)}/*" if parent else "*"
-  answers.append(f"blocks={_quoted(every)} for each of these, one after the other: {', '.join(top)}")
+  answers.append(
+    f"blocks={_quoted(every)} for each of these, one after the other: {', '.join(top)}"
+  )
   return (
     "`layer_groups` must be told the blocks of this model: there is no numbered series of modules"
     " with several kernels, one after the other, no scan over layers, and the layers are no plain"
@@ -260,13 +260,16 @@ def _top_modules(model: Model) -> dict[str, list[int]]:
 # ---- Series
 
 
-def _find_series(model: Model) -> tuple[list[Series], list[Series]]:
-  """All series, the outer before the inner, and the outermost of them, by first use."""
-  numbered = _numbered_series(model)
+def _find_series(model: Model, num_kernels: int = 2) -> tuple[list[Series], list[Series]]:
+  """All series, the outer before the inner, and the outermost of them, by first use.
+
+  At least two blocks of a series have that many kernels.
+  """
+  numbered = _numbered_series(model, num_kernels)
   scans = [
     _series_of_scan(model, scan)
     for scan in model.layer_scans
-    if len(scan.axis_of.keys() & set(model.kernels)) > 1
+    if len(scan.axis_of.keys() & set(model.kernels)) >= num_kernels
   ]
   outermost: list[Series] = []
   for series in [*scans, *numbered]:
@@ -274,7 +277,7 @@ def _find_series(model: Model) -> tuple[list[Series], list[Series]]:
     if not any(_is_inside(series, other) for other in others):
       outermost.append(series)
   outermost.sort(key=lambda series: _begin(model, series.parts[0]))
-  inner = {}
+  inner: dict[str, Series] = {}
   for series in [*scans, *numbered]:
     if not any(series is other for other in outermost):
       # Series in the blocks of a series are one, as the rows of a stage are.
@@ -315,10 +318,10 @@ def _series_of_scan(model: Model, scan: _leaf_uses.LayerScan) -> Series:
   return Series([Part(frozenset(leaves), scan)], glob.escape(pattern) + _STEPS)
 
 
-def _numbered_series(model: Model) -> list[Series]:
+def _numbered_series(model: Model, num_kernels: int) -> list[Series]:
   """The modules whose names differ by a number, if they are one after the other.
 
-  Two of them at least hold several kernels; each follows the one before, and is used before the
+  Two of them at least hold that many kernels; each follows the one before, and is used before the
   next is.
   """
   kernels = set(model.kernels)
@@ -342,11 +345,10 @@ def _numbered_series(model: Model) -> list[Series]:
     ]
     rows = sorted(zip(places, parts, modules, strict=True), key=lambda row: row[0])
     parts = [part for _, part, _ in rows]
-    are_apart = all(a[-1] < b[0] for (a, *_), (b, *_) in zip(rows, rows[1:], strict=False))
-    are_chained = all(
-      model.follows(b.leaves, a.leaves) for a, b in zip(parts, parts[1:], strict=False)
-    )
-    if are_apart and are_chained and sum(len(part.leaves & kernels) > 1 for part in parts) > 1:
+    are_apart = all(a[-1] < b[0] for (a, *_), (b, *_) in itertools.pairwise(rows))
+    are_chained = all(model.follows(b.leaves, a.leaves) for a, b in itertools.pairwise(parts))
+    large = [part for part in parts if len(part.leaves & kernels) >= num_kernels]
+    if are_apart and are_chained and len(large) > 1:
       pattern = _pattern_of(model, stem, [module for *_, module in rows])
       series.append(Series(parts, pattern))
   return sorted(series, key=lambda found: found.pattern.count("/"))
@@ -421,10 +423,7 @@ def _select(model: Model, patterns: str) -> Series:
 
 
 def _no_match(model: Model, pattern: str, has_leaves: bool) -> str:
-  try:
-    found = [series.pattern for series in _find_series(model)[0]]
-  except Unclear:
-    found = []
+  found = [series.pattern for series in _find_series(model)[0]]
   hint = f"The series are: {', '.join(map(_quoted, found))}." if found else ""
   if has_leaves:
     return f"`blocks` has {pattern!r}, but no scan over layers slices these leaves. {hint}".rstrip()
@@ -539,7 +538,7 @@ def _are_chained(model: Model, layers: list[Part]) -> bool:
   """Whether each layer follows the one before; a single one of several kernels is no chain."""
   if len(layers) == 1 and layers[0].scan is None:
     return len(layers[0].leaves.intersection(model.kernels)) == 1
-  return all(model.follows(b.leaves, a.leaves) for a, b in zip(layers, layers[1:], strict=False))
+  return all(model.follows(b.leaves, a.leaves) for a, b in itertools.pairwise(layers))
 
 
 def _join_modules(model: Model, layers: list[Part]) -> list[Part]:

@@ -143,9 +143,7 @@ class _FlowAnalysis(_jaxpr.Interpreter[_Value]):
     self._note(meeting, with_leaves)
     return [_Value(True, with_leaves | meeting)] * len(equation.outvars)
 
-  def loop(
-    self, equation: Any, body: Any, inputs: list[_Value], carry: slice
-  ) -> Sequence[_Value]:
+  def loop(self, equation: Any, body: Any, inputs: list[_Value], carry: slice) -> Sequence[_Value]:
     met, self._met = self._met, 0
     outputs = self.settle(lambda values: self.run(body, values), inputs, carry)
     shared = self._met & _unite(v.of_leaves for v in inputs[: carry.start])

@@ -144,9 +144,9 @@ def layer_groups(
     A :class:`LayerGroups`.
 
   Raises:
-    ValueError: the loss doesn't tell the blocks, and `blocks` is None; a pattern of `blocks` selects
-      nothing, or two select one leaf; there are fewer kernels than groups; the loss uses no leaf; an
-      override names no group, or two put a leaf into different ones.
+    ValueError: the loss doesn't tell the blocks, and `blocks` is None; a pattern of `blocks`
+      selects nothing, or two select one leaf; there are fewer blocks than groups; the loss uses no
+      leaf; an override names no group, or two put a leaf into different ones.
 
   Examples:
     >>> import jax.numpy as jnp, optax_boost
@@ -157,7 +157,7 @@ def layer_groups(
     >>> print(optax_boost.layer_groups(loss_fn, params, jnp.ones((2, 8))))
     group 0: 72 parameters (90.0 %): z_body/kernel, z_body/bias
     group 1: 8 parameters (10.0 %), never frozen: a_head
-    blocks: each layer, as the trace shows no series of blocks; for others pass blocks="..."
+    blocks: each layer of a chain; for others pass blocks="..."
 
     Two towers, each of two blocks, whose rates are to be alike:
 

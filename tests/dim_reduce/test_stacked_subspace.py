@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import optax_boost
+from optax_boost import LayerSlice
 from tests import layer_losses
 
 LAYERS, K = 4, 2
@@ -118,8 +119,8 @@ def stacked_quadratic(params):
 
 PLAN = optax_boost.LayerGroups(
   groups=(
-    ("up[:, 0:2]", "nested[0:1]"),
-    ("up[:, 2:4]", "nested[1:2]", "head"),
+    (LayerSlice("up", 1, 0, 2), LayerSlice("nested", 0, 0, 1)),
+    (LayerSlice("up", 1, 2, 4), LayerSlice("nested", 0, 1, 2), "head"),
   ),
   sizes=(54, 61),
 )

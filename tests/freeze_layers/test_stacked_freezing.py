@@ -13,6 +13,7 @@ import optax
 import pytest
 
 import optax_boost
+from optax_boost import LayerSlice
 from optax_boost._trace import _jaxpr
 import optax_boost.linen as ob_linen
 import optax_boost.nnx as ob_nnx
@@ -77,7 +78,8 @@ def each_layer():
 
 
 def blocks(first, end):
-  return tuple(f"blocks/{name}[{first}:{end}]" for name in ("up", "bias", "down"))
+  names = ("up", "bias", "down")
+  return tuple(LayerSlice(f"blocks/{name}", 0, first, end) for name in names)
 
 
 def test_each_layer_of_a_scan_is_a_block():
@@ -109,7 +111,7 @@ def test_layers_along_another_axis_are_named_by_it():
 
   params = {"w": jax.random.normal(jax.random.key(0), (WIDTH, 4, WIDTH))}
   plan = groups_of(loss, params, 2)
-  assert plan.groups == (("w[:, 0:2]",), ("w[:, 2:4]",))
+  assert plan.groups == ((LayerSlice("w", 1, 0, 2),), (LayerSlice("w", 1, 2, 4),))
   assert held_by(loss, params, plan, 1)
 
 
@@ -148,7 +150,7 @@ def test_parallel_layers_and_overridden_leaves_are_not_split():
   plan = groups_of(experts, {"experts": jnp.ones((4, WIDTH, WIDTH))}, 1)
   assert plan.groups == (("experts",),)
   moved = groups_of(overrides={"down": 6})
-  assert moved.groups[1] == ("blocks/up[0:1]", "blocks/bias[0:1]")
+  assert moved.groups[1] == (LayerSlice("blocks/up", 0, 0, 1), LayerSlice("blocks/bias", 0, 0, 1))
   assert "blocks/down" in moved.groups[6]
 
 
@@ -371,9 +373,13 @@ def test_stacks_that_share_leaves_are_told_apart():
 
   second = {"w": make_params()["blocks"]["up"][:2], "b": make_params()["blocks"]["bias"][:2]}
   params = make_params() | {"second": second, "shared": jnp.eye(WIDTH)}
-  plan = groups_of(loss, params, LAYERS + 4)
+  plan = groups_of(loss, params, None, blocks="second[*]|blocks[*]")
   # The second scan's weights are used in the first one already.
-  assert plan.groups[1] == ("second/w[0:1]", "shared", "second/b[0:1]")
+  assert plan.groups[1] == (
+    LayerSlice("second/w", 0, 0, 1),
+    "shared",
+    LayerSlice("second/b", 0, 0, 1),
+  )
   assert plan.groups[3] == blocks(0, 1)
   assert set(plan.reused) == {"second/w", "shared"}
   # At depth 2, the trained first scan comes before the frozen layer of the second.
@@ -557,8 +563,8 @@ def test_frozen_linen_layers_and_their_statistics_are_not_updated(axis, remat):
 
   loss, *arrays = ob_linen.split_loss(loss, module, variables)
   plan = optax_boost.layer_groups(loss, *arrays, X, jax.random.key(0), num_groups=LAYERS + 2)
-  dense = f"[{':, ' * axis}1:2]"
-  assert plan.groups[2][:2] == (f"blocks/Dense_0/kernel{dense}", f"blocks/Dense_0/bias{dense}")
+  dense = [LayerSlice(f"blocks/Dense_0/{name}", axis, 1, 2) for name in ("kernel", "bias")]
+  assert list(plan.groups[2][:2]) == dense
   tx = optax_boost.freeze_layers(optax.adamw(1e-2), plan, fixed(3))
   step = optax_boost.make_train_step(loss, tx, donate=False)
   state = step.init(*arrays)
@@ -602,7 +608,10 @@ def test_frozen_nnx_layers_are_not_updated():
     return jnp.mean(model(x) ** 2)
 
   plan = optax_boost.layer_groups(*ob_nnx.split_loss(loss, model), X, num_groups=LAYERS + 2)
-  assert plan.groups[2][:2] == ("blocks/linear/kernel[1:2]", "blocks/linear/bias[1:2]")
+  assert plan.groups[2][:2] == (
+    LayerSlice("blocks/linear/kernel", 0, 1, 2),
+    LayerSlice("blocks/linear/bias", 0, 1, 2),
+  )
   tx = optax_boost.freeze_layers(optax.adamw(1e-2), plan, fixed(3))
   optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
   before = jax.tree.map(jnp.array, nnx.to_pure_dict(nnx.state(model)))

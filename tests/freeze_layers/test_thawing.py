@@ -13,6 +13,7 @@ import optax
 import pytest
 
 import optax_boost
+from optax_boost import LayerSlice
 
 RATE, THAW, AFTER = 1e-3, 500, 40
 OPTIMIZERS = {
@@ -47,7 +48,9 @@ def stacked():
 
 
 # Layers 0 to 2 of five in the first group, the others in the last.
-HALF = optax_boost.LayerGroups((("layers[0:3]",), ("layers[3:5]", "head")), (36, 28))
+HALF = optax_boost.LayerGroups(
+  ((LayerSlice("layers", 0, 0, 3),), (LayerSlice("layers", 0, 3, 5), "head")), (36, 28)
+)
 
 
 def scan_steps(tx, params, gradients, steps):
@@ -114,7 +117,7 @@ def test_a_thawed_layer_of_a_stacked_leaf_starts_as_with_a_fresh_optimizer(name)
 
 def test_factored_moments_of_a_thawed_layer_start_as_with_a_fresh_optimizer():
   inner = STACKED["adafactor"](RATE)
-  plan = optax_boost.LayerGroups((("w[0:2]",), ("w[2:3]",)), (2, 1))
+  plan = optax_boost.LayerGroups(((LayerSlice("w", 0, 0, 2),), (LayerSlice("w", 0, 2, 3),)), (2, 1))
   tx = optax_boost.freeze_layers(inner, plan, optax_boost.gradual_unfreezing(2, every=100))
   params = {"w": jnp.ones((3, 128, 130))}
   updates, _, state = train(tx, params, ones, 110)
@@ -372,7 +375,9 @@ def test_a_leaf_is_computed_for_its_own_group_alone():
 )
 def test_an_optimizer_is_computed_once_for_groups_that_are_trained_together(schedule, expected):
   params = {"w": jnp.ones((10, 3, 4))}
-  plan = optax_boost.LayerGroups(tuple((f"w[{i}:{i + 1}]",) for i in range(10)), (12,) * 10)
+  plan = optax_boost.LayerGroups(
+    tuple((LayerSlice("w", 0, i, i + 1),) for i in range(10)), (12,) * 10
+  )
   tx = optax_boost.freeze_layers(optax.adam(RATE), plan, schedule)
   program = jax.jit(tx.update).lower(params, tx.init(params), params).compile()
   assert roots(program) == expected
@@ -428,7 +433,9 @@ def test_sharded_layers_and_devices_by_hand_take_the_same_steps(explicit):
   kind = jax.sharding.AxisType.Explicit if explicit else jax.sharding.AxisType.Auto
   mesh = jax.make_mesh((4,), ("x",), axis_types=(kind,))
   params = {"layers": jnp.ones((4, 2, 8)), "head": jnp.ones(8)}
-  plan = optax_boost.LayerGroups((("layers[0:2]",), ("layers[2:4]", "head")), (32, 40))
+  plan = optax_boost.LayerGroups(
+    ((LayerSlice("layers", 0, 0, 2),), (LayerSlice("layers", 0, 2, 4), "head")), (32, 40)
+  )
   tx = optax_boost.freeze_layers(optax.adam(RATE), plan, optax_boost.gradual_unfreezing(2, 20))
   expected, _, _ = train(tx, params, ones, 30)
   specs = {"layers": jax.sharding.PartitionSpec("x"), "head": jax.sharding.PartitionSpec("x")}

@@ -12,6 +12,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import optax_boost
+from optax_boost import LayerSlice
 from tests import compilations
 
 KEY = jax.random.key(0)
@@ -190,7 +191,9 @@ CALLS_OF_THE_LOSS = {
     1,
     lambda: optax_boost.freeze_layers(
       optax.adamw(0.1),
-      optax_boost.LayerGroups((("blocks[0:2]",), ("blocks[2:3]", "head")), (128, 72)),
+      optax_boost.LayerGroups(
+        ((LayerSlice("blocks", 0, 0, 2),), (LayerSlice("blocks", 0, 2, 3), "head")), (128, 72)
+      ),
       optax_boost.fixed_freezing(2, frozen_groups=1),
     ),
   ),
