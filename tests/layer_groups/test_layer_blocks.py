@@ -8,6 +8,7 @@ import optax
 import pytest
 
 import optax_boost
+from optax_boost import LayerSlice
 from optax_boost import _tree
 from optax_boost import linen as ob_linen
 from optax_boost import nnx as ob_nnx
@@ -163,18 +164,19 @@ def staged_loss(params, x):
   return jnp.mean(x)
 
 
-def test_blocks_are_as_large_as_the_number_of_groups_lets_them():
-  def groups(params, num_groups):
-    plan = optax_boost.layer_groups(staged_loss, params, X, num_groups=num_groups)
+def test_a_stage_is_a_block_and_more_groups_than_stages_are_cut_between_layers():
+  def groups(params, **options):
+    plan = optax_boost.layer_groups(staged_loss, params, X, **options)
     return [[path.replace("/conv", ".") for path in group] for group in plan.groups]
 
   first, second = ["stage0/0.1", "stage0/0.2"], ["stage0/1.1", "stage0/1.2"]
-  assert groups(staged(), 2)[0] == first + second
-  assert groups(staged(), 3)[0] == first + second  # of four blocks 2, 1, 1
-  assert groups(staged(), 4)[:2] == [first, second]
-  assert groups(staged(), 8)[:2] == [first[:1], first[1:]]
-  # Two stages of which none is like another are no blocks, but theirs are.
-  assert groups(staged((2, 4)), 2)[0] == [*first, *second, "stage1/0.1", "stage1/0.2"]
+  assert groups(staged())[0] == groups(staged(), num_groups=2)[0] == first + second
+  assert groups(staged(), num_groups=3)[0] == [*first, "stage0/1.1"]  # of eight layers 3, 3, 2
+  assert groups(staged(), blocks="stage*/*")[:2] == [first, second]
+  assert groups(staged(), num_groups=8)[:2] == [first[:1], first[1:]]
+  assert groups(staged((2, 4)), num_groups=2)[0] == first + second
+  with pytest.raises(ValueError, match=r"5 groups of 4 blocks .* Pass num_groups=4 or fewer"):
+    groups(staged(), num_groups=5, blocks="stage*/*")
 
 
 def test_a_module_used_in_two_places_does_not_make_a_block():
@@ -272,15 +274,16 @@ def test_a_vector_at_the_root_is_grouped_by_its_use(scanned):
     return jnp.mean((x * params["final"]) @ params["embed"].T)
 
   plan = optax_boost.layer_groups(loss, params, TOKENS)
-  layers = [f"layers/w[{i}:{i + 1}]" if scanned else f"layers/{i}/w" for i in range(LAYERS)]
-  assert plan.groups == (("embed", "position"), *((layer,) for layer in layers), ("final",))
+  layers = [LayerSlice("layers/w", 0, i, i + 1) if scanned else f"layers/{i}/w" for i in range(4)]
+  *first, last = layers
+  assert plan.groups == (("embed", "position"), *((layer,) for layer in first), (last, "final"))
 
 
 KERNEL, VECTOR = jnp.eye(WIDTH), jnp.ones(WIDTH)
 
 
-def groups_in_order(params, names, x=X):
-  """The default groups of a model that multiplies by its leaves in the order of `names`."""
+def groups_in_order(params, names, **options):
+  """The groups of a model that multiplies by its leaves in the order of `names`."""
   flat = dict(zip(_tree.leaf_paths(params), range(100), strict=False))
 
   def loss(params, x):
@@ -290,16 +293,37 @@ def groups_in_order(params, names, x=X):
       x = jnp.tanh(x @ leaf if leaf.ndim > 1 else x * leaf)
     return jnp.mean(x)
 
-  return optax_boost.layer_groups(loss, params, x).groups
+  return optax_boost.layer_groups(loss, params, X, **options).groups
 
 
 @pytest.mark.parametrize("form", ["arrays", "modules"])
-def test_blocks_of_one_kernel_are_blocks_if_they_are_most_of_the_model(form):
+def test_layers_of_one_kernel_are_groups_like_those_beside_them(form):
   layers = [KERNEL if form == "arrays" else {"w": KERNEL}] * 12
-  params = {"patch": KERNEL, "position": KERNEL, "layers": layers, "norm": VECTOR, "head": KERNEL}
-  blocks = [f"layers/{i}" if form == "arrays" else f"layers/{i}/w" for i in range(12)]
-  groups = groups_in_order(params, ["patch", "position", *blocks, "norm", "head"])
-  assert groups == (("patch", "position"), *((block,) for block in blocks), ("norm", "head"))
+  params = {"patch": KERNEL, "layers": layers, "norm": VECTOR, "head": KERNEL}
+  names = [f"layers/{i}" if form == "arrays" else f"layers/{i}/w" for i in range(12)]
+  groups = groups_in_order(params, ["patch", *names, "norm", "head"])
+  *first, last = names
+  assert groups == (("patch",), *((name,) for name in first), (last, "norm"), ("head",))
+
+
+@pytest.mark.parametrize("scanned", [False, True])
+def test_layers_of_one_kernel_are_the_blocks_of_a_model_that_ends_in_two_heads(scanned):
+  kernels = jnp.stack([KERNEL] * 3)
+  params = {"actor": KERNEL, "critic": KERNEL, "embed": KERNEL}
+  params["layers"] = kernels if scanned else [{"w": kernel} for kernel in kernels]
+
+  def loss(params, x):
+    x = x @ params["embed"]
+    if scanned:
+      x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params["layers"])
+    else:
+      for layer in params["layers"]:
+        x = jnp.tanh(x @ layer["w"])
+    return jnp.mean(x @ params["actor"]) + jnp.mean((x @ params["critic"]) ** 2)
+
+  layers = [LayerSlice("layers", 0, i, i + 1) if scanned else f"layers/{i}/w" for i in range(3)]
+  plan = optax_boost.layer_groups(loss, params, X)
+  assert plan.groups == (("embed",), *((layer,) for layer in layers), ("actor", "critic"))
 
 
 def test_two_numbered_kernels_do_not_make_the_others_one_group():
@@ -324,40 +348,203 @@ def test_biases_and_norms_of_a_series_stay_with_the_kernels_of_that_series():
   )
 
 
-def test_leaves_between_two_towers_join_the_module_around_them_or_are_a_block():
+def two_stacks():
+  """Two stacks, the second of which goes on with the result of the first."""
   block = {"up": KERNEL, "down": KERNEL}
-  tower = {"embed": KERNEL, "layers": [block] * 2, "norm": VECTOR}
-  projector = {"first": KERNEL, "second": KERNEL}
-  params = {"image": tower, "text": tower, "projector": projector, "head": KERNEL}
-  layers = [[f"layers/{i}/up", f"layers/{i}/down"] for i in range(2)]
-  names = ["embed", *layers[0], *layers[1], "norm"]
-  middle = ["projector/first", "projector/second"]
-  order = [f"image/{name}" for name in names] + middle + [f"text/{name}" for name in names]
-  assert groups_in_order(params, [*order, "head"]) == (
+  stack = {"embed": KERNEL, "layers": [block] * 2, "norm": VECTOR}
+  params = {"image": stack, "text": stack, "projector": {"first": KERNEL, "second": KERNEL}}
+  layers = [f"layers/{i}/{name}" for i in range(2) for name in ("up", "down")]
+  names = ["embed", *layers, "norm"]
+  order = [f"image/{name}" for name in names] + ["projector/first", "projector/second"]
+  return params | {"head": KERNEL}, [*order, *(f"text/{name}" for name in names), "head"]
+
+
+def test_leaves_between_the_blocks_of_two_stacks_are_with_the_block_before_them():
+  params, order = two_stacks()
+  assert groups_in_order(params, order, blocks="image/layers/*|text/layers/*") == (
     ("image/embed",),
     ("image/layers/0/up", "image/layers/0/down"),
-    ("image/layers/1/up", "image/layers/1/down", "image/norm"),
-    tuple(middle),
-    ("text/embed", "text/layers/0/up", "text/layers/0/down"),
+    (
+      *("image/layers/1/up", "image/layers/1/down", "image/norm"),
+      *("projector/first", "projector/second", "text/embed"),
+    ),
+    ("text/layers/0/up", "text/layers/0/down"),
     ("text/layers/1/up", "text/layers/1/down"),
     ("text/norm", "head"),
   )
 
 
+def test_with_the_pattern_of_one_stack_all_other_leaves_are_before_or_after_it():
+  params, order = two_stacks()
+  assert groups_in_order(params, order, blocks="text/layers/*") == (
+    tuple(order[: order.index("text/layers/0/up")]),
+    ("text/layers/0/up", "text/layers/0/down"),
+    ("text/layers/1/up", "text/layers/1/down"),
+    ("text/norm", "head"),
+  )
+
+
+def test_a_rename_of_modules_in_a_block_changes_no_group():
+  def groups(names):
+    block = {name: {"a": KERNEL, "b": KERNEL} for name in names}
+    params = {f"layer_{i}": block for i in range(3)} | {"head": KERNEL}
+    order = [f"layer_{i}/{name}/{leaf}" for i in range(3) for name in names for leaf in "ab"]
+    numbers = {name: number for number, name in enumerate(names)}
+    return [
+      [tuple(numbers.get(part, part) for part in path.split("/")) for path in group]
+      for group in groups_in_order(params, [*order, "head"])
+    ]
+
+  found = groups(("up", "down"))
+  assert len(found) == 4
+  assert groups(("fc1", "fc2")) == groups(("w_2", "w_1")) == groups(("0", "1")) == found
+
+
+def parallel(params, x):
+  return sum(jnp.mean(jnp.tanh(x @ p["up"]) @ p["down"]) for p in params.values())
+
+
+def test_numbered_modules_side_by_side_are_no_series():
+  params = {f"cell_{i}": {"up": KERNEL, "down": KERNEL} for i in range(2)}
+  words = (
+    r'told the blocks of this model: .* Pass blocks=\("cell_0", "cell_1"\) for these modules, side'
+  )
+  with pytest.raises(ValueError, match=words):
+    optax_boost.layer_groups(parallel, params, X)
+  plan = optax_boost.layer_groups(parallel, params, X, blocks=("cell_0", "cell_1"))
+  assert [len(group) for group in plan.groups] == [4]
+
+
+def unnumbered(nested):
+  """Two blocks of parallel kernels, in modules of their own if nested; and their loss."""
+  kernel = {"kernel": KERNEL} if nested else KERNEL
+  params = {name: {"q": kernel, "k": kernel, "out": kernel} for name in ("first", "second")}
+
+  def loss(params, x):
+    x = x @ params["embed"]
+    for name in ("first", "second"):
+      q, k, out = (jax.tree.leaves(params[name][part])[0] for part in ("q", "k", "out"))
+      x += jnp.tanh((x @ q) * (x @ k)) @ out
+    return jnp.mean(x)
+
+  return loss, params | {"embed": KERNEL}
+
+
+def test_modules_without_numbers_are_asked_about():
+  loss, params = unnumbered(nested=True)
+  for num_groups in (None, 2):
+    with pytest.raises(
+      ValueError, match=r'Pass blocks="first\|second" for these modules, one after'
+    ):
+      optax_boost.layer_groups(loss, params, X, num_groups=num_groups)
+  plan = optax_boost.layer_groups(loss, params, X, blocks="first|second")
+  assert [(len(group), group[0].split("/")[0]) for group in plan.groups] == [
+    (1, "embed"),
+    (3, "first"),
+    (3, "second"),
+  ]
+  assert plan.groups == optax_boost.layer_groups(loss, params, X, blocks="*").groups
+
+
+def test_parallel_arrays_of_one_module_are_one_layer():
+  loss, params = unnumbered(nested=False)
+  plan = optax_boost.layer_groups(loss, params, X)
+  assert [(len(group), group[0].split("/")[0]) for group in plan.groups] == [
+    (1, "embed"),
+    (3, "first"),
+    (3, "second"),
+  ]
+
+
+@pytest.mark.parametrize(
+  ("blocks", "expected"),
+  [
+    ("layers/*", ["embed", "layers/0", "layers/1", "layers/2", "layers/3", "norm"]),
+    ("layers.*", ["embed", "layers/0", "layers/1", "layers/2", "layers/3", "norm"]),
+    ("layers/[13]", ["embed", "layers/1", "layers/3", "norm"]),
+    ("layers/0|layers/2", ["embed", "layers/0", "layers/2", "layers/3"]),
+    (
+      "**/up",
+      ["embed", "layers/0/up", "layers/1/up", "layers/2/up", "layers/3/up", "layers/3/down"],
+    ),
+    ("layers", ["embed", "layers/0", "norm"]),
+    (["layers/[01]", "layers/[23]"], ["embed", "layers/0", "layers/1", "norm"]),
+  ],
+)
+def test_a_pattern_selects_the_modules_whose_paths_begin_like_it(blocks, expected):
+  params = {"embed": KERNEL, "layers": [{"up": KERNEL, "down": KERNEL}] * 4, "norm": VECTOR}
+  order = ["embed", *(f"layers/{i}/{name}" for i in range(4) for name in ("up", "down")), "norm"]
+  groups = groups_in_order(params, order, blocks=blocks)
+  assert len(groups) == len(expected)
+  for group, prefix in zip(groups, expected, strict=True):
+    assert group[0].startswith(prefix)
+
+
+@pytest.mark.parametrize("blocks", ["layers", "layers/*", "layers[*]", "layers/up", "layers/up[*]"])
+def test_any_pattern_for_leaves_of_one_scan_selects_its_steps(blocks):
+  params = {"embed": KERNEL, "layers": {"up": jnp.stack([KERNEL] * 3)}, "head": KERNEL}
+  params["layers"]["down"] = params["layers"]["up"]
+
+  def loss(params, x):
+    def body(x, p):
+      return jnp.tanh(x @ p["up"]) @ p["down"], None
+
+    return jnp.mean(jax.lax.scan(body, x @ params["embed"], params["layers"])[0] @ params["head"])
+
+  plan = optax_boost.layer_groups(loss, params, X, blocks=blocks)
+  assert plan.groups == optax_boost.layer_groups(loss, params, X).groups
+  assert plan.groups[1] == tuple(LayerSlice(f"layers/{n}", 0, 0, 1) for n in ("up", "down"))
+  with pytest.raises(
+    ValueError, match=r"no scan over layers slices .* series are: \"layers\[\*\]\""
+  ):
+    optax_boost.layer_groups(loss, params, X, blocks="embed[*]")
+
+
+@pytest.mark.parametrize(
+  ("blocks", "error", "words"),
+  [
+    (3, TypeError, r"must be a pattern of paths, as 'encoder/layers/\*', or a sequence .*; got 3"),
+    ((), TypeError, r"sequence of patterns, one for each series side by side; got \(\)"),
+    ([None], TypeError, r"one for each series side by side; got \[None\]"),
+    ("layer/*", ValueError, r"'layer/\*', which selects nothing .* \"layers/\*\".* of 'layers'"),
+    ("layers/*|", ValueError, r"has '', which selects nothing that the loss uses"),
+    (("layers/0", "layers/*"), ValueError, r"'layers/0' and 'layers/\*' for 'layers/0/(up|down)'"),
+    ("layers/0|layers/*/up", ValueError, r"leaf once; .* selects 'layers/0/up' twice"),
+  ],
+)
+def test_patterns_that_select_nothing_or_a_leaf_twice_are_refused(blocks, error, words):
+  params = {"layers": [{"up": KERNEL, "down": KERNEL}] * 2, "head": KERNEL}
+  order = [f"layers/{i}/{name}" for i in range(2) for name in ("up", "down")]
+  with pytest.raises(error, match=words):
+    groups_in_order(params, [*order, "head"], blocks=blocks)
+
+
 @pytest.mark.parametrize(
   ("groups", "words"),
   [
-    ((("w[0:1]",), ("w[2:3]", "v")), r"they have layers \[0, 2\] along axis 0 of the leaf 'w' of"),
-    ((("w[0:1]", "v"), ("w[1:3]",)), r"they have layers \[0, 1, 2\] along axis 0 of the leaf 'w'"),
     (
-      (("w[:, 0:1]", "v"), ("w[:, 2:3]",)),
+      ((LayerSlice("w", 0, 0, 1),), (LayerSlice("w", 0, 2, 3), "v")),
+      r"they have layers \[0, 2\] along axis 0 of the leaf 'w' of",
+    ),
+    (
+      ((LayerSlice("w", 0, 0, 1), "v"), (LayerSlice("w", 0, 1, 3),)),
+      r"they have layers \[0, 1, 2\] along axis 0 of the leaf 'w'",
+    ),
+    (
+      ((LayerSlice("w", 1, 0, 1), "v"), (LayerSlice("w", 1, 2, 3),)),
       r"they have layers \[0, 2\] along axis 1 of the leaf 'w'",
     ),
-    ((("w[0:2]", "v"), ("w[1:2]",)), r"each of its layers along one axis, is once; got 'w\[1:2\]'"),
-    ((("w[0:1]", "v"), ("w[:, 1:2]",)), r"along one axis, is once; got 'w\[:, 1:2\]' in group 1"),
+    (
+      ((LayerSlice("w", 0, 0, 2), "v"), (LayerSlice("w", 0, 1, 2),)),
+      r"each of its layers along one axis, is once; got 'w\[1:2\]'",
+    ),
+    (
+      ((LayerSlice("w", 0, 0, 1), "v"), (LayerSlice("w", 1, 1, 2),)),
+      r"along one axis, is once; got 'w\[:, 1:2\]' in group 1",
+    ),
     ((("w", "v"), ("w",)), r"is once; got 'w' in group 1"),
-    ((("w", "v"), ("w[0:2]",)), r"is once; got 'w\[0:2\]' in group 1"),
-    ((("w[0:2]", "v"), ("w",)), r"is once; got 'w' in group 1"),
+    ((("w", "v"), (LayerSlice("w", 0, 0, 2),)), r"is once; got 'w\[0:2\]' in group 1"),
+    (((LayerSlice("w", 0, 0, 2), "v"), ("w",)), r"is once; got 'w' in group 1"),
     ((("w",), ()), r"they have no group with the leaf 'v'"),
   ],
 )
@@ -373,7 +560,9 @@ def test_groups_made_by_hand_must_have_each_layer_once(groups, words):
 
 def test_groups_made_by_hand_may_list_layers_in_any_order():
   params = {"w": jnp.ones((2, 3))}
-  plan = optax_boost.LayerGroups((("w[:, 2:3]",), ("w[:, 0:1]", "w[:, 1:2]")), (2, 4))
+  plan = optax_boost.LayerGroups(
+    ((LayerSlice("w", 1, 2, 3),), (LayerSlice("w", 1, 0, 1), LayerSlice("w", 1, 1, 2))), (2, 4)
+  )
   decay = optax_boost.layerwise_decay(optax.identity(), plan, 0.5)
   updates, _ = decay.update(params, decay.init(params))
   assert updates["w"].tolist() == [[1.0, 1.0, 0.5]] * 2

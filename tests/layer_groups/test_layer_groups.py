@@ -104,9 +104,15 @@ def test_operations_on_params_before_the_forward_pass_do_not_count_as_uses(prepa
   assert plan.reused == ()
 
 
-def test_a_loss_without_data_has_an_order():
+def test_a_loss_without_data_tells_no_blocks_and_blocks_then_have_the_order_of_the_params():
   params = chain_params()
-  plan = optax_boost.layer_groups(lambda p: optax.tree.norm(p, True), params, num_groups=2)
+
+  def loss(params):
+    return optax.tree.norm(params, True)
+
+  with pytest.raises(ValueError, match=r'no plain chain. Pass blocks="\*" for .*: a, b, c, d'):
+    optax_boost.layer_groups(loss, params)
+  plan = optax_boost.layer_groups(loss, params, num_groups=2, blocks="*")
   assert plan.groups[0] == ("a/bias", "a/kernel", "b/bias", "b/kernel")
 
 
@@ -123,6 +129,7 @@ def test_the_plan_names_leaves_that_the_trace_did_not_place():
     "group 1: 67 parameters (51.1 %), never frozen: body, idle",
     "not used by the loss, so never frozen: idle",
     "used again later, frozen where they are used first: embed",
+    'blocks: each layer of a chain; for others pass blocks="..."',
   ]
 
 
@@ -165,7 +172,10 @@ def test_base_weights_in_the_batch_count_as_data():
   def loss(params, batch):
     return chain_loss(adapted(params, batch["base"]), batch["x"])
 
-  plan = optax_boost.layer_groups(loss, adapter_params(), batch, num_groups=LAYERS)
+  # All layers meet data where they are adapted, so they are no chain.
+  with pytest.raises(ValueError, match=r"the layers are no plain chain"):
+    optax_boost.layer_groups(loss, adapter_params(), batch, num_groups=LAYERS)
+  plan = optax_boost.layer_groups(loss, adapter_params(), batch, blocks="*")
   # The order in which the layers are adapted.
   assert in_layers(plan) == FORWARD[::-1]
 
