@@ -194,10 +194,8 @@ def test_steps_equal_pytorchs_with_a_count_per_param(schedule):
 def test_steps_of_stacked_layers_equal_the_steps_of_unrolled_layers(name, axis):
   schedule = SCHEDULES[name]
   layers = {"w": jnp.zeros((4, 2, 3) if axis == 0 else (2, 4, 3)), "head": jnp.zeros(2)}
-  dims = ":, " * axis
-  plan = optax_boost.LayerGroups(
-    ((f"w[{dims}0:1]",), (f"w[{dims}1:3]",), (f"w[{dims}3:4]", "head")), (6, 12, 8)
-  )
+  first, second, third = (LayerSlice("w", axis, *run) for run in ((0, 1), (1, 3), (3, 4)))
+  plan = optax_boost.LayerGroups(((first,), (second,), (third, "head")), (6, 12, 8))
   gradients = random_gradients(layers)
   updates, _, _ = train(
     optax_boost.freeze_layers(optax.adam(RATE), plan, schedule), layers, gradients, 60
