@@ -93,6 +93,7 @@ KINDS: dict[str | tuple[str, str], Kind] = {
   "groups": kinds.GROUPS,
   ("adasum", "groups"): kinds.PATTERNS,
   ("adasum_reduce", "groups"): kinds.PATTERNS,
+  "blocks": kinds.BLOCKS,
   "overrides": kinds.OVERRIDES,
   "key": kinds.KEY,
   "rng": kinds.RNG,

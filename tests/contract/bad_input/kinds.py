@@ -94,6 +94,10 @@ SELECTOR = Kind(
 )
 PATTERNS = Kind(all_but("text"), BROKEN | {f"list, {k}": ["conv", v] for k, v in BROKEN.items()})
 GROUPS = Kind(all_but(empty=[]), {k: [v, "dense"] for k, v in BROKEN.items()})
+BLOCKS = Kind(
+  all_but("text", empty=(), mixed=("dense", 3)),
+  {"none": "nobody", "empty text": "", "twice": ("dense", "d*"), "no scan": "dense[*]"},
+)
 LAYERS = Kind(all_but())
 OVERRIDES = Kind(
   all_but(), {"no such group": {"dense": 9}, "negative": {"dense": -1}, "broken": {"(": 0}}
