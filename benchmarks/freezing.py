@@ -6,6 +6,7 @@ With ``--counts``: what step counts of their own cost the groups.
 import argparse
 from collections.abc import Callable
 import contextlib
+import itertools
 import pathlib
 import time
 from typing import Any
@@ -247,9 +248,9 @@ def compare_counts(batch: Any, rounds: int) -> list[Any]:
   patterns = [rf"layer_{i:02d}\d" for i in range(_GROUPS - 1)] + [r"layer_(09|1\d)\d"]
   stacked = {"blocks": jnp.ones((12, 512, 512)), "head": jnp.ones(512)}
   ends = [i * 12 // _GROUPS for i in range(_GROUPS + 1)]
-  layers = [(f"blocks[{ends[i]}:{ends[i + 1]}]",) for i in range(_GROUPS)]
-  layers[-1] += ("head",)
-  plan = optax_boost.LayerGroups(tuple(layers), (1,) * _GROUPS)
+  slices = [optax_boost.LayerSlice("blocks", 0, *run) for run in itertools.pairwise(ends)]
+  layers = [(of_group,) for of_group in slices[:-1]]
+  plan = optax_boost.LayerGroups((*layers, (slices[-1], "head")), (1,) * _GROUPS)
   comparisons = []
   for title, params, groups in (
     ("Update of 161 leaves", leaves, patterns),
