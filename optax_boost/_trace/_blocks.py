@@ -131,8 +131,11 @@ def _is_kernel(leaf: _layer_axes.Leaf) -> bool:
 # ---- Which blocks
 
 
-def blocks_by_default(model: Model) -> Blocks:
-  """The blocks of the outermost series, or of a plain chain of layers; raises :class:`Unclear`."""
+def blocks_by_default(model: Model, num_groups: int | None = None) -> Blocks:
+  """The blocks of the outermost series, or of a plain chain of layers; raises :class:`Unclear`.
+
+  If the number of groups is given, layers side by side are no question: none is cut between them.
+  """
   every, outermost = _find_series(model)
   if not outermost:
     layers = _find_layers(model)
@@ -141,6 +144,10 @@ def blocks_by_default(model: Model) -> Blocks:
     if _are_chained(model, layers):
       origin = 'blocks: each layer of a chain; for others pass blocks="..."'
       return _blocks_of_layers(model, layers, origin)
+    origin = 'blocks: layers, those side by side together; for others pass blocks="..."'
+    joined = _blocks_of_layers(model, _join_parallel(model, _find_layers(model)), origin)
+    if num_groups is not None and joined.num_blocks >= num_groups:
+      return joined
     every, outermost = _find_series(model, num_kernels=1)
   if len(outermost) != 1:
     raise Unclear(_ask_which_series(model, outermost) if outermost else _ask_for_blocks(model))
@@ -232,11 +239,9 @@ def _ask_for_blocks(model: Model) -> str:
     code = _quoted("|".join(patterns)) if are_chained else f"({', '.join(map(_quoted, patterns))})"
     words = "one after the other" if are_chained else "side by side"
     answers.append(f"blocks={code} for these modules, {words}")
-  parent = next(iter(top)).rpartition("/")[0]
-  every = f"{glob.escape(parent)}/*" if parent else "*"
-  answers.append(
-    f"blocks={_quoted(every)} for each of these, one after the other: {', '.join(top)}"
-  )
+  wide = [m for m, leaves in top.items() if any(len(model.leaves[i].shape) > 1 for i in leaves)]
+  every = dict.fromkeys(re.sub(r"\d+$", "*", glob.escape(module)) for module in wide or top)
+  answers.append(f"blocks={_quoted('|'.join(every))} for each of these, one after the other")
   return (
     "`layer_groups` must be told the blocks of this model: there is no numbered series of modules"
     " with several kernels, one after the other, no scan over layers, and the layers are no plain"
@@ -551,6 +556,18 @@ def _join_modules(model: Model, layers: list[Part]) -> list[Part]:
     leaves = joined[key].leaves if key in joined else frozenset[int]()
     joined[key] = Part(layer.leaves | leaves, layer.scan)
   return sorted(joined.values(), key=lambda part: _begin(model, part))
+
+
+def _join_parallel(model: Model, layers: list[Part]) -> list[Part]:
+  """The layers, joined so that each follows all before it."""
+  follows = [{k for k, a in enumerate(layers) if model.follows(b.leaves, a.leaves)} for b in layers]
+  joined: list[Part] = []
+  for number, layer in enumerate(layers):
+    if all(set(range(number)) <= of_later for of_later in follows[number:]):
+      joined.append(layer)
+    else:
+      joined[-1] = Part(joined[-1].leaves | layer.leaves)
+  return joined
 
 
 def _blocks_of_layers(model: Model, layers: list[Part], origin: str) -> Blocks:

@@ -128,7 +128,8 @@ def layer_groups(
       ``linen.split_loss`` takes its model state first, which is not data.
     num_groups: how many groups; the last is never frozen. None: as above. Lowering it puts
       neighbours into one group, evenly; above the number of blocks groups are cut between layers,
-      unless `blocks` is given.
+      unless `blocks` is given. Without a series or a chain, groups are cut between layers of which
+      all later ones follow all earlier ones, so those side by side stay together.
     blocks: which modules are blocks, as a pattern of paths from the root in which `*` is any part
       of a name and `**` any names: ``"encoder/layers/*"``, ``"stages/*/blocks/*"``. A module that a
       scan slices has a block for each step; ``"stages/*[*]"`` asks for the steps of several scans.
@@ -186,7 +187,7 @@ def layer_groups(
   model = _model_of(program, data, described, params)
   try:
     found = (
-      _blocks.blocks_by_default(model)
+      _blocks.blocks_by_default(model, num_groups)
       if patterns is None
       else _blocks.blocks_of_patterns(model, patterns)
     )

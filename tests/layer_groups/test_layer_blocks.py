@@ -432,10 +432,9 @@ def unnumbered(nested):
 
 def test_modules_without_numbers_are_asked_about():
   loss, params = unnumbered(nested=True)
-  for num_groups in (None, 2):
-    with pytest.raises(
-      ValueError, match=r'Pass blocks="first\|second" for these modules, one after'
-    ):
+  words = r'Pass blocks="first\|second" for these modules, one after the other; or blocks="embed\|'
+  for num_groups in (None, 6):
+    with pytest.raises(ValueError, match=words):
       optax_boost.layer_groups(loss, params, X, num_groups=num_groups)
   plan = optax_boost.layer_groups(loss, params, X, blocks="first|second")
   assert [(len(group), group[0].split("/")[0]) for group in plan.groups] == [
@@ -444,6 +443,28 @@ def test_modules_without_numbers_are_asked_about():
     (3, "second"),
   ]
   assert plan.groups == optax_boost.layer_groups(loss, params, X, blocks="*").groups
+
+
+def test_a_number_of_groups_cuts_no_layers_that_are_side_by_side():
+  loss, params = unnumbered(nested=True)
+  plan = optax_boost.layer_groups(loss, params, X, num_groups=5)
+  assert [[path.removesuffix("/kernel") for path in group] for group in plan.groups] == [
+    ["embed"],
+    *(
+      [f"{name}/q", f"{name}/k"] if part else [f"{name}/out"]
+      for name in ("first", "second")
+      for part in (1, 0)
+    ),
+  ]
+  assert "layers, those side by side together" in str(plan)
+
+  def towers(params, x):
+    left = jnp.tanh(x @ params["a1"]) @ params["a2"]
+    return jnp.mean(left * (jnp.tanh(x @ params["b1"]) @ params["b2"]))
+
+  params = {name: KERNEL for name in ("a1", "a2", "b1", "b2")}
+  with pytest.raises(ValueError, match="the layers are no plain chain"):
+    optax_boost.layer_groups(towers, params, X, num_groups=2)
 
 
 def test_parallel_arrays_of_one_module_are_one_layer():

@@ -494,6 +494,8 @@ def test_the_directions_of_a_bilstm_are_asked_about_and_are_no_chain():
   assert pasted(answers[0]) == cells
   plan = groups_of(loss, params, *args, blocks=pasted(answers[0]))
   holds(plan, params, "Embed_0", " ".join(cells), "Dense_0")
+  # Nothing is cut between the directions, so a number of groups is an answer, too.
+  assert groups_of(loss, params, *args, num_groups=3) == plan
   loss, params, *args = recurrent("both ways, twice")
   asked(r"must be told the blocks", loss, params, *args)
   plan = groups_of(loss, params, *args, blocks=["*LSTMCell_[02]", "*LSTMCell_[13]"])
