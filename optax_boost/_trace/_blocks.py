@@ -400,7 +400,7 @@ def _matched_length(names: Sequence[str], wanted: Sequence[str]) -> int | None:
 
 def _select(model: Model, patterns: str) -> Series:
   """The series of the blocks that any of the patterns between bars selects."""
-  scan_of = {leaf: scan for scan in model.scans for leaf in scan.axis_of}
+  scan_of = {leaf: scan for scan in model.layer_scans for leaf in scan.axis_of}
   modules: dict[str, list[int]] = {}
   sliced: set[_leaf_uses.LayerScan] = set()
   for pattern in patterns.split("|"):
