@@ -126,3 +126,13 @@ def test_fewer_groups_have_whole_blocks_in_the_same_order(name, num_groups):
       (number,) = numbers
       assert previous <= number
       previous = number
+
+
+@pytest.mark.parametrize("name", ["unet", "resnet 34", "t5x scanned"])
+def test_auto_boost_asks_nothing_and_cuts_between_layers(name):
+  layout = layout_of(name)
+  config = {"boost": {"mode": "manual", "less_bn": False}, "grad_freeze": {"param_groups": 10}}
+  boost = optax_boost.auto_boost("O1", config=config)
+  tx = boost.optimizer(optax.sgd(0.1), layout.loss, layout.params, *layout.args)
+  group_of = jax.tree.leaves(tx.update.form.frozen_groups.number(layout.params))
+  assert set().union(*(np.ravel(number).tolist() for number in group_of)) == set(range(10))

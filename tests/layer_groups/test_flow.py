@@ -1,0 +1,99 @@
+"""Which leaves the data were computed with that a leaf meets."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from optax_boost._trace import _flow
+
+NAMES = ("a", "b", "c")
+PARAMS = {name: jnp.eye(4) for name in NAMES}
+X = jnp.ones((3, 4))
+
+
+def flow_of(loss, *args, data=(True,)):
+  return _flow.trace_flow(jax.make_jaxpr(loss)(PARAMS, *args), len(PARAMS), data)
+
+
+def named(sets):
+  """For each leaf the names of leaves, in one word."""
+  return ["".join(NAMES[leaf] for leaf in sorted(leaves)) for leaves in sets]
+
+
+def chain(params, x):
+  for name in "cab":
+    x = jnp.tanh(x @ params[name])
+  return jnp.mean(x)
+
+
+def diamond(params, x):
+  return jnp.mean((x @ params["a"] + x @ params["b"]) @ params["c"])
+
+
+def twice(params, x):
+  for name in "abab":
+    x = jnp.tanh(x @ params[name])
+  return jnp.mean(x @ params["c"])
+
+
+def looped(params, x):
+  def step(x, _):
+    return jnp.tanh(x @ params["a"]) @ params["b"], None
+
+  return jnp.mean(jax.lax.scan(step, x, length=2)[0] @ params["c"])
+
+
+def in_cond(params, x):
+  def branch(name):
+    return lambda x: jnp.tanh(x @ params[name])
+
+  return jnp.mean(jax.lax.cond(x[0, 0] > 0, branch("a"), branch("b"), x) @ params["c"])
+
+
+def penalized(params, x):
+  return chain(params, x) + sum(jnp.sum(p**2) for p in params.values())
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint])
+@pytest.mark.parametrize(
+  ("loss", "first", "ever"),
+  [
+    (chain, ["c", "ac", ""], ["c", "ac", ""]),
+    (penalized, ["c", "ac", ""], ["c", "ac", ""]),
+    (diamond, ["", "", "ab"], ["", "", "ab"]),
+    (twice, ["", "a", "ab"], ["ab", "ab", "ab"]),
+    (looped, ["", "a", "ab"], ["ab", "ab", "ab"]),
+    (in_cond, ["", "", "ab"], ["", "", "ab"]),
+  ],
+)
+def test_the_leaves_upstream_of_each_use(loss, first, ever, wrap):
+  flow = flow_of(wrap(loss), X)
+  assert named(flow.upstream) == first
+  assert named(flow.ever_upstream) == ever
+  assert named(flow.recurrent) == (["ab"] if loss is looped else [])
+
+
+def test_a_sum_over_experts_is_no_recurrence():
+  def loss(params, x):
+    def add(total, _):
+      return total + jnp.tanh(x @ params["a"]) @ params["b"], None
+
+    return jnp.mean(jax.lax.scan(add, jnp.zeros_like(x), length=2)[0] @ params["c"])
+
+  flow = flow_of(loss, X)
+  assert named(flow.ever_upstream) == ["", "a", "ab"]
+  assert flow.recurrent == ()
+
+
+@pytest.mark.parametrize(
+  ("loss", "args", "data"),
+  [
+    (lambda p: chain(p, X), (), ()),
+    (lambda p, tau: chain(p, X) / tau, (2.0,), (True,)),
+    (lambda p, state, x: chain(p, x), (jnp.ones(3), X), (None, True)),
+    (lambda p, key: chain(p, jax.random.normal(key, X.shape)), (jax.random.key(0),), (True,)),
+  ],
+  ids=["constants", "scalar", "state", "noise"],
+)
+def test_constants_and_noise_are_data_if_there_are_no_others(loss, args, data):
+  assert named(flow_of(loss, *args, data=data).upstream) == ["c", "ac", ""]
