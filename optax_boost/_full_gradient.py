@@ -98,8 +98,12 @@ def mean_over_batches(
   progress: bool,
   method: str,
   shown_as: str,
+  on_batch: Callable[[Any], None] = lambda batch: None,
 ) -> Any:
-  """The weighted mean over batches of ``function(params, batch)``, a tree like `params`."""
+  """The weighted mean over batches of ``function(params, batch)``, a tree like `params`.
+
+  `on_batch` is called with the arrays of each batch.
+  """
   iterable = hasattr(batches, "__iter__") or hasattr(batches, "__getitem__")
   if not iterable or isinstance(batches, Mapping | str | bytes | type):
     raise TypeError(
@@ -125,6 +129,7 @@ def mean_over_batches(
     # Dispatch runs ahead of the device; unchecked, a fast loader's batches would pile up.
     jax.block_until_ready(carry[1])
     weight = _weight(arrays, weight_fn, index, method)
+    on_batch(arrays)
     carry = _jitted_add(carry, bound, params, arrays, weight, rng, index)
   if structure is None:
     raise ValueError(

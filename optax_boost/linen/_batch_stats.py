@@ -3,12 +3,14 @@
 from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Mapping
+from collections.abc import Sequence
 import dataclasses
 import inspect
 import operator
 from typing import Any
 
 from flax import linen as nn
+from flax import traverse_util
 import jax
 import jax.numpy as jnp
 
@@ -19,8 +21,11 @@ from optax_boost.linen import _adapter
 
 _COLLECTION = "batch_stats"
 _CALL = inspect.unwrap(nn.BatchNorm.__call__)
-# Counts a BatchNorm's uses, in its collection, so that scans handle it as they do the statistics.
-_USES = "uses"
+_DROPOUT = inspect.unwrap(nn.Dropout.__call__)
+_STATISTICS = ("mean", "var")
+# Means over a BatchNorm's uses, and their numbers, in its collection, so that scans handle them as
+# they do the statistics.
+_SUMS = ("batch_mean", "batch_var", "uses", "frozen_uses")
 
 
 def estimate_batch_stats(
@@ -30,31 +35,41 @@ def estimate_batch_stats(
   *,
   forward_fn: Callable[[Any, Any], Any] | None = None,
   weight_fn: Callable[[Any], Any] | None = None,
+  only: str | Sequence[str] | None = None,
+  exclude: str | Sequence[str] | None = None,
 ) -> dict[str, Any]:
   """Estimates BatchNorm statistics again: :func:`optax_boost.nnx.estimate_batch_stats` for Linen.
 
-  BatchNorms normalize by the batch whatever the call says. All other layers are as the call sets
-  them: call the module in its evaluation mode, and there is no dropout.
+  Estimated are the BatchNorms that the call updates, so call the module in its training mode. They
+  normalize by the batch. Frozen ones (``use_running_average=True``), and all that `only` and
+  `exclude` leave out, normalize by their running statistics and keep them. ``nn.Dropout`` does
+  nothing; all other layers are as the call sets them. If one of these needs a key in training, call
+  the module in its evaluation mode and name the BatchNorms by `only`.
 
   Args:
     module: the module.
     variables: its params, as averaged ones, and its other collections, ``batch_stats`` among them.
     batches: see :func:`optax_boost.nnx.estimate_batch_stats`.
-    forward_fn: ``forward_fn(model, batch)``, where ``model(x, ...)`` applies the module; its result
-      is not used. None: ``model(batch)``.
+    forward_fn: ``forward_fn(model, batch)``, where ``model(x, ...)`` applies the module, as
+      ``lambda model, x: model(x, train=True)``; its result is not used. None: ``model(batch)``.
     weight_fn: from a batch to its number of examples. None: the length of the leaves' first axis.
+    only: the BatchNorms to estimate, frozen or not: regular expressions that match whole segments
+      of a BatchNorm's path in ``batch_stats``. None: all that the call updates.
+    exclude: BatchNorms that keep their statistics, given in the same way. None: no others.
 
   Returns:
-    The variables with the new statistics. :class:`optax_boost.NoEffectWarning` names statistics
-    that no batch has reached; they are kept.
+    The variables with the new statistics. :class:`optax_boost.NoEffectWarning` names BatchNorms
+    that no batch has reached, and patterns that match none.
 
   Raises:
-    ValueError: `variables` has no params, there is no batch, or batches differ in structure.
+    ValueError: `variables` has no params, there is no batch, or batches differ in structure; the
+      call updates no BatchNorm; a batch with NaN or infinite entries made statistics that are not
+      finite.
 
   Examples:
     >>> from flax import linen as nn
     >>> import jax, jax.numpy as jnp, optax_boost.linen
-    >>> module = nn.BatchNorm(use_running_average=True)
+    >>> module = nn.BatchNorm(use_running_average=False)
     >>> batches = [jnp.array([[0.0], [2.0]]), jnp.array([[3.0], [9.0]])]
     >>> variables = module.init(jax.random.key(0), batches[0])
     >>> variables = optax_boost.linen.estimate_batch_stats(module, variables, batches)
@@ -65,12 +80,30 @@ def estimate_batch_stats(
   params, collections = _adapter.split_variables(variables)
   _base.check_callable("forward_fn", forward_fn, "forward_fn(model, batch)", optional=True)
   _base.check_callable("weight_fn", weight_fn, "weight_fn(batch)", optional=True)
-  statistics = collections.get(_COLLECTION, {})
-  of_batch = _OfBatch(module, forward_fn or operator.call)
-  constants = {name: value for name, value in collections.items() if name != _COLLECTION}
+  leaves = traverse_util.flatten_dict(collections.get(_COLLECTION, {}), keep_empty_nodes=True)
+  paths = {path[:-1] for path in leaves if path[-1] == "mean" and (*path[:-1], "var") in leaves}
+  norms = {"/".join(path): path for path in sorted(paths)}
+  statistics = {
+    name: {statistic: leaves[*path, statistic] for statistic in _STATISTICS}
+    for name, path in norms.items()
+  }
+  selection = _batch_stats.select(list(norms), only, exclude)
+  counted = leaves | {
+    (*norms[name], of_uses): jnp.zeros_like(statistics[name]["mean"])
+    for name in selection.paths
+    for of_uses in _SUMS
+  }
+  constants = {**collections, _COLLECTION: traverse_util.unflatten_dict(counted)}
+  of_batch = _OfBatch(module, forward_fn or operator.call, selection)
   partial = jax.tree_util.Partial(of_batch, params, constants)
-  estimated = _batch_stats.estimate(partial, statistics, batches, weight_fn)
-  return {"params": params, **collections, **({_COLLECTION: estimated} if estimated else {})}
+  estimated = _batch_stats.estimate(partial, statistics, selection, batches, weight_fn)
+  leaves |= {
+    (*norms[name], statistic): leaf
+    for name, new in estimated.items()
+    for statistic, leaf in new.items()
+  }
+  new_statistics = {_COLLECTION: traverse_util.unflatten_dict(leaves)} if leaves else {}
+  return {"params": params, **collections, **new_statistics}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -79,70 +112,70 @@ class _OfBatch:
 
   module: nn.Module
   forward_fn: Any
+  selection: _batch_stats.Selection
 
   def __eq__(self, other: object) -> bool:
     if not isinstance(other, _OfBatch):
       return NotImplemented
-    return self.module is other.module and bool(self.forward_fn == other.forward_fn)
+    same = self.module is other.module and self.selection == other.selection
+    return same and bool(self.forward_fn == other.forward_fn)
 
   def __hash__(self) -> int:
-    return hash((id(self.module), self.forward_fn))
+    return hash((id(self.module), self.forward_fn, self.selection))
 
   def __call__(
-    self, params: _types.Tree, constants: Mapping[str, Any], statistics: Any, batch: _types.Tree
+    self, params: _types.Tree, constants: Mapping[str, Any], chosen: Any, batch: _types.Tree
   ) -> dict[str, Any]:
-    collections = {**constants, _COLLECTION: _zeros(statistics)}
-    model = _adapter.BoundModel(self.module, params, collections, {})
+    model = _adapter.BoundModel(self.module, params, constants, {})
 
     def intercept(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
       # A class of the user's may have a call of its own around this one.
-      original = getattr(context.orig_method, "func", None) is _CALL
-      # One that `less_bn` removed is still called, but has no statistics.
-      if original and context.module.has_variable(_COLLECTION, "mean"):
-        return _call_on_batch(context.module, next_fun, args, kwargs)
+      original = getattr(context.orig_method, "func", None)
+      # A BatchNorm that `less_bn` removed is still called, but has no statistics.
+      if original is _CALL and context.module.has_variable(_COLLECTION, "mean"):
+        return self._call_norm(context.module, next_fun, args, kwargs)
+      if original is _DROPOUT:
+        return args[0] if args else kwargs["inputs"]
       return next_fun(*args, **kwargs)
 
     with nn.intercept_methods(intercept):
       self.forward_fn(model, batch)
-    return _means(model.collections[_COLLECTION], statistics)
+    leaves = traverse_util.flatten_dict(model.collections[_COLLECTION], sep="/")
+    prefixes = {name: f"{name}/" if name else "" for name in chosen}
+    return {
+      name: _batch_stats.of_uses(*(leaves[prefix + of_uses] for of_uses in _SUMS))
+      for name, prefix in prefixes.items()
+    }
 
-
-def _zeros(statistics: Mapping[str, Any]) -> dict[str, Any]:
-  """Zeros for statistics, and for the number of uses of each BatchNorm."""
-  zeros: dict[str, Any] = {
-    name: _zeros(value) if isinstance(value, Mapping) else jnp.zeros_like(value)
-    for name, value in statistics.items()
-  }
-  is_norm = isinstance(zeros.get("mean"), jax.Array)
-  return {**zeros, _USES: zeros["mean"]} if is_norm else zeros
-
-
-def _means(counted: Any, statistics: Mapping[str, Any]) -> dict[str, Any]:
-  """The `counted` statistics without their numbers of uses, marked where these are zero."""
-  reached = counted.get(_USES, jnp.zeros([])) > 0
-  return {
-    name: _means(counted[name], value)
-    if isinstance(value, Mapping)
-    else jnp.where(reached, counted[name], _batch_stats.UNREACHED)
-    for name, value in statistics.items()
-  }
-
-
-def _call_on_batch(norm: nn.BatchNorm, call: Any, args: Any, kwargs: Any) -> Any:
-  """Calls a BatchNorm that normalizes by the batch, and averages its statistics over the uses."""
-  # Outside of the training's `shard_map` the batch is whole.
-  axis_name = _base.bound_axis(norm.axis_name)
-  settings = {"momentum": 0.0, "use_running_average": None, "axis_name": axis_name}
-  saved_settings = {name: getattr(norm, name) for name in settings}
-  before: dict[str, Any] = {n: norm.get_variable(_COLLECTION, n) for n in ("mean", "var", _USES)}
-  # Linen's modules are frozen; this one is bound for this call.
-  vars(norm).update(settings)
-  try:
-    out = call(*args[:1], **{**kwargs, "use_running_average": False})
-  finally:
-    vars(norm).update(saved_settings)
-  for name in ("mean", "var"):
-    new: Any = norm.get_variable(_COLLECTION, name)
-    norm.put_variable(_COLLECTION, name, _batch_stats.add_use(before[name], new, before[_USES]))
-  norm.put_variable(_COLLECTION, _USES, before[_USES] + 1)
-  return out
+  def _call_norm(self, norm: nn.BatchNorm, call: Any, args: Any, kwargs: Any) -> Any:
+    """Calls a BatchNorm, and averages its statistics over the uses if it is to be estimated."""
+    x, (flag,) = args[:1], args[1:] or (kwargs.get("use_running_average"),)
+    frozen = norm.use_running_average if flag is None else flag
+    is_chosen = norm.has_variable(_COLLECTION, "uses")
+    by_batch = self.selection.normalizes_by_batch(is_chosen, frozen)
+    # Outside of the training's `shard_map` the batch is whole.
+    axis_name = _base.bound_axis(norm.axis_name)
+    settings = {"momentum": 0.0, "use_running_average": None, "axis_name": axis_name}
+    saved_settings = {name: getattr(norm, name) for name in settings}
+    names = (*_STATISTICS, *_SUMS) if is_chosen else _STATISTICS
+    before: dict[str, Any] = {name: norm.get_variable(_COLLECTION, name) for name in names}
+    if by_batch:
+      for name in _STATISTICS:
+        # Zeros, as 0 times a running statistic that is NaN would be NaN.
+        norm.put_variable(_COLLECTION, name, jnp.zeros_like(before[name]))
+    # Linen's modules are frozen; this one is bound for this call.
+    vars(norm).update(settings)
+    try:
+      out = call(*x, **{**kwargs, "use_running_average": not by_batch})
+    finally:
+      vars(norm).update(saved_settings)
+    if by_batch:
+      for name in _STATISTICS:
+        new: Any = norm.get_variable(_COLLECTION, name)
+        mean = _batch_stats.add_use(before[f"batch_{name}"], new, before["uses"])
+        norm.put_variable(_COLLECTION, f"batch_{name}", mean)
+        norm.put_variable(_COLLECTION, name, before[name])
+    if is_chosen:
+      count = "uses" if by_batch else "frozen_uses"
+      norm.put_variable(_COLLECTION, count, before[count] + 1)
+    return out

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from collections.abc import Iterable
+from collections.abc import Sequence
 import functools
 import operator
 from typing import Any
@@ -62,6 +63,8 @@ def estimate_batch_stats(
   *,
   forward_fn: Callable[[Any, Any], Any] | None = None,
   weight_fn: Callable[[Any], Any] | None = None,
+  only: str | Sequence[str] | None = None,
+  exclude: str | Sequence[str] | None = None,
 ) -> Any:
   """Estimates the statistics of a model's BatchNorms again, in one pass over batches.
 
@@ -70,8 +73,11 @@ def estimate_batch_stats(
   means and variances, and not exponential averages, in which the last batches count most. If a
   forward pass uses a BatchNorm several times, all uses count the same.
 
-  BatchNorms normalize by the batch, whatever the call says; all other layers are in evaluation
-  mode: no dropout. Params and all other variables are not changed.
+  Estimated are the BatchNorms that the forward pass updates, in the mode that the model is in.
+  They normalize by the batch. Frozen ones (``use_running_average=True``), and all that `only` and
+  `exclude` leave out, normalize by their running statistics and keep them. ``model.eval()`` freezes
+  all, so call ``model.train()`` first, or name those to estimate by `only`. All other layers are in
+  evaluation mode: no dropout. Params and all other variables are not changed.
 
   Args:
     model: the model; it is not changed.
@@ -80,13 +86,19 @@ def estimate_batch_stats(
     forward_fn: ``forward_fn(model, batch)`` calls the model; its result is not used. None:
       ``model(batch)``.
     weight_fn: from a batch to its number of examples. None: the length of the leaves' first axis.
+    only: the BatchNorms to estimate, frozen or not: regular expressions that match whole segments
+      of a BatchNorm's path (``"stem"`` of ``"stem/norm"``). None: all that the forward pass
+      updates.
+    exclude: BatchNorms that keep their statistics, given in the same way. None: no others.
 
   Returns:
     A copy of the model with the new statistics, in the modes (``train()``, ``eval()``) of `model`.
-    :class:`optax_boost.NoEffectWarning` names statistics that no batch has reached; they are kept.
+    :class:`optax_boost.NoEffectWarning` names BatchNorms that no batch has reached, and patterns
+    that match none.
 
   Raises:
-    ValueError: there is no batch, or batches differ in structure.
+    ValueError: there is no batch, or batches differ in structure; the forward pass updates no
+      BatchNorm; a batch with NaN or infinite entries made statistics that are not finite.
 
   Examples:
     >>> from flax import nnx
@@ -101,60 +113,74 @@ def estimate_batch_stats(
   _base.check_callable("forward_fn", forward_fn, "forward_fn(model, batch)", optional=True)
   _base.check_callable("weight_fn", weight_fn, "weight_fn(batch)", optional=True)
   copy = _less_bn.copy_model(model)
+  norms = _less_bn.modules(copy, nnx.BatchNorm)
+  selection = _batch_stats.select(list(norms), only, exclude)
   working = nnx.clone(copy)
   working.eval()
-  for norm in _less_bn.modules(working, nnx.BatchNorm).values():
+  for path, norm in _less_bn.modules(working, nnx.BatchNorm).items():
+    norm.use_running_average = norms[path].use_running_average
     kind: Any = type(norm)
     norm.__class__ = _averaging(kind)
-    norm.use_running_average, norm.momentum = False, 0.0
-    zeros = jnp.zeros_like(norm.mean[...])
-    # A variance below zero is kept where no call computes one.
-    norm.mean[...], norm.var[...], norm.uses = zeros, zeros - 1, nnx.BatchStat(zeros)
+    norm.selection, norm.is_chosen = selection, path in selection.paths
+    for name in _SUMS:
+      setattr(norm, name, nnx.BatchStat(jnp.zeros_like(norm.mean[...])))
   # Of one function and structure, all share a compiled program.
   forward = jax.tree_util.Partial(forward_fn or operator.call)
   of_batch = jax.tree_util.Partial(_of_batch, forward, *nnx.split(working))
-  norms = _less_bn.modules(copy, nnx.BatchNorm)
-  statistics = {path: (norm.mean[...], norm.var[...]) for path, norm in norms.items()}
+  statistics = {path: {"mean": n.mean[...], "var": n.var[...]} for path, n in norms.items()}
   batches, weight_fn = _adapter.close_batches(batches), _adapter.of_plain_batch(weight_fn)
-  estimated = _batch_stats.estimate(of_batch, statistics, batches, weight_fn)
-  for path, norm in norms.items():
-    norm.mean[...], norm.var[...] = estimated[path]
+  estimated = _batch_stats.estimate(of_batch, statistics, selection, batches, weight_fn)
+  for path, new in estimated.items():
+    norms[path].mean[...], norms[path].var[...] = new["mean"], new["var"]
   return copy
 
 
-def _of_batch(forward_fn: Any, graphdef: nnx.GraphDef, state: Any, unused: Any, batch: Any) -> Any:
-  """The mean and the variance of each BatchNorm, by its path."""
+def _of_batch(forward_fn: Any, graphdef: nnx.GraphDef, state: Any, chosen: Any, batch: Any) -> Any:
+  """What a batch tells of each BatchNorm to estimate, by its path."""
   model = nnx.merge(graphdef, state)
   forward_fn(model, _adapter.plain_batch(batch))
-  pairs = {p: (n.mean[...], n.var[...]) for p, n in _less_bn.modules(model, nnx.BatchNorm).items()}
+  norms = _less_bn.modules(model, nnx.BatchNorm)
   return {
-    path: tuple(jnp.where(jnp.all(pair[1] >= 0), x, _batch_stats.UNREACHED) for x in pair)
-    for path, pair in pairs.items()
+    path: _batch_stats.of_uses(*(getattr(norms[path], name)[...] for name in _SUMS))
+    for path in chosen
   }
 
 
+_SUMS = ("batch_mean", "batch_var", "uses", "frozen_uses")
+
+
+class _Averaging(nnx.BatchNorm):
+  """A BatchNorm that averages the statistics of all its uses in a forward pass."""
+
+  axis_name: Any
+  selection: _batch_stats.Selection
+  is_chosen: bool
+  batch_mean: nnx.BatchStat[jax.Array]
+  batch_var: nnx.BatchStat[jax.Array]
+  uses: nnx.BatchStat[jax.Array]
+  frozen_uses: nnx.BatchStat[jax.Array]
+
+  def __call__(self, x: Any, use_running_average: bool | None = None, **kwargs: Any) -> Any:
+    frozen = self.use_running_average if use_running_average is None else use_running_average
+    if not self.selection.normalizes_by_batch(self.is_chosen, frozen):
+      self.frozen_uses[...] += 1
+      return super().__call__(x, use_running_average=True, **kwargs)
+    running = self.mean[...], self.var[...]
+    settings = self.momentum, self.axis_name
+    # Zeros, as 0 times a running statistic that is NaN would be NaN.
+    self.mean[...], self.var[...] = map(jnp.zeros_like, running)
+    # Outside of the training's `shard_map` the batch is whole.
+    self.momentum, self.axis_name = 0.0, _base.bound_axis(self.axis_name)
+    out = super().__call__(x, use_running_average=False, **kwargs)
+    self.momentum, self.axis_name = settings
+    for mean, statistic in ((self.batch_mean, self.mean), (self.batch_var, self.var)):
+      mean[...] = _batch_stats.add_use(mean[...], statistic[...], self.uses[...])
+    self.mean[...], self.var[...] = running
+    self.uses[...] += 1
+    return out
+
+
 @functools.cache
-def _averaging(kind: type[nnx.BatchNorm]) -> type[nnx.BatchNorm]:
-  """A class of BatchNorms that average the statistics of all their uses in a forward pass."""
-
-  class Averaging(kind):  # type: ignore[misc, valid-type]
-    """An instance of `kind` becomes one of this."""
-
-    axis_name: Any
-
-    def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
-      if "use_running_average" in kwargs:
-        kwargs["use_running_average"] = False
-      elif kind.__call__ is nnx.BatchNorm.__call__:
-        args = ()
-      before, axis_name = (self.mean[...], self.var[...]), self.axis_name
-      # Outside of the training's `shard_map` the batch is whole.
-      self.axis_name = _base.bound_axis(axis_name)
-      out = super().__call__(x, *args, **kwargs)
-      self.axis_name = axis_name
-      for statistic, mean in zip((self.mean, self.var), before, strict=True):
-        statistic[...] = _batch_stats.add_use(mean, statistic[...], self.uses[...])
-      self.uses[...] += 1
-      return out
-
-  return Averaging
+def _averaging(kind: Any) -> Any:
+  """A class of BatchNorms that average; calls of `kind`'s own reach :class:`_Averaging`."""
+  return _Averaging if kind is nnx.BatchNorm else type(kind)("Averaging", (kind, _Averaging), {})

@@ -247,6 +247,10 @@ class Linen(nn.Module):
     return nn.BatchNorm(name="out", momentum=0.5)(x, use_running_average=not train)
 
 
+def in_training(model, x):
+  return model(x, train=True)
+
+
 def batches_of(sizes):
   rng = np.random.default_rng(0)
   return [rng.normal(size=(n, 3)).astype(np.float32) for n in sizes]
@@ -280,9 +284,12 @@ def test_batch_statistics_are_numpys_means_over_all_batches(api):
   else:
     module = Linen()
     variables = module.init(jax.random.key(0), batches[0])
-    new = optax_boost.linen.estimate_batch_stats(module, variables, iter(batches))
+    estimate = functools.partial(
+      optax_boost.linen.estimate_batch_stats, module, forward_fn=in_training
+    )
+    new = estimate(variables, iter(batches))
     chex.assert_trees_all_equal(new["params"], variables["params"])
-    of_frozen = optax_boost.linen.estimate_batch_stats(module, core.freeze(variables), batches)
+    of_frozen = estimate(core.freeze(variables), batches)
     chex.assert_trees_all_equal(of_frozen["batch_stats"], new["batch_stats"])
     kernel, bias = new["params"]["dense"]["kernel"], new["params"]["dense"]["bias"]
     found = [new["batch_stats"][n][s] for n in ("norm", "out") for s in ("mean", "var")]
@@ -308,7 +315,7 @@ class NnxShared(nnx.Module):
 
 class OwnLinenNorm(nn.BatchNorm):
   def __call__(self, x):
-    return super().__call__(x.astype(jnp.float32), use_running_average=True)
+    return super().__call__(x.astype(jnp.float32), use_running_average=False)
 
 
 class LinenShared(nn.Module):
@@ -349,9 +356,9 @@ class Around(nn.Module):
   inner: nn.Module
 
   @nn.compact
-  def __call__(self, x):
+  def __call__(self, x, train=False):
     def body(inner, x, _):
-      return nn.remat(lambda inner, x: x + inner(x)[:, :3])(inner, x), None
+      return nn.remat(lambda inner, x: x + inner(x, train)[:, :3])(inner, x), None
 
     axes = {"params": 0, "batch_stats": 0}
     return nn.scan(body, variable_axes=axes, split_rngs={"params": True}, length=2)(
@@ -366,7 +373,7 @@ def test_batch_norms_that_less_bn_removed_have_no_statistics(inside):
   assert less.plan.removed == ("norm",)
   module = Around(less) if inside else less
   variables = module.init(jax.random.key(0), batch)
-  new = optax_boost.linen.estimate_batch_stats(module, variables, [batch])
+  new = optax_boost.linen.estimate_batch_stats(module, variables, [batch], forward_fn=in_training)
   chex.assert_trees_all_equal_structs(new, variables)
   params, statistics = new["params"], new["batch_stats"]
   if inside:
@@ -379,7 +386,7 @@ def test_batch_norms_that_less_bn_removed_have_no_statistics(inside):
 class LinenSynchronized(nn.Module):
   @nn.compact
   def __call__(self, x):
-    return nn.BatchNorm(axis_name="devices", use_running_average=True)(x)
+    return nn.BatchNorm(axis_name="devices", use_running_average=False)(x)
 
 
 @pytest.mark.parametrize("bound", [False, True])
@@ -408,7 +415,7 @@ class Scaled(nn.Module):
 
   @nn.compact
   def __call__(self, x):
-    return nn.BatchNorm(use_running_average=True)(self.factor * x)
+    return nn.BatchNorm(use_running_average=False)(self.factor * x)
 
 
 def test_modules_that_hold_other_arrays_share_no_program():
@@ -427,7 +434,9 @@ def test_a_second_estimate_compiles_nothing():
   module, model = Linen(), Nnx(nnx.Rngs(0))
   variables = module.init(jax.random.key(0), batches[0])
   for estimate in (
-    lambda: optax_boost.linen.estimate_batch_stats(module, variables, batches),
+    lambda: optax_boost.linen.estimate_batch_stats(
+      module, variables, batches, forward_fn=in_training
+    ),
     lambda: optax_boost.nnx.estimate_batch_stats(model, batches),
   ):
     estimate()
@@ -436,25 +445,158 @@ def test_a_second_estimate_compiles_nothing():
 
 def test_models_without_batch_norm_and_layers_out_of_reach_are_named():
   batches = batches_of([8])
-  with pytest.warns(optax_boost.NoEffectWarning, match=r"found no statistics"):
+  with pytest.warns(optax_boost.NoEffectWarning, match=r"found no BatchNorm to estimate"):
     optax_boost.nnx.estimate_batch_stats(nnx.Linear(3, 4, rngs=nnx.Rngs(0)), batches)
   module = nn.Dense(4)
-  with pytest.warns(optax_boost.NoEffectWarning, match=r"found no statistics"):
+  with pytest.warns(optax_boost.NoEffectWarning, match=r"found no BatchNorm to estimate"):
     optax_boost.linen.estimate_batch_stats(
       module, module.init(jax.random.key(0), batches[0]), batches
     )
   model = Nnx(nnx.Rngs(0))
-  with pytest.warns(optax_boost.NoEffectWarning, match=r"\['out/0', 'out/1'\]"):
+  with pytest.warns(optax_boost.NoEffectWarning, match=r"\['out'\]"):
     new = optax_boost.nnx.estimate_batch_stats(
       model, batches, forward_fn=lambda model, x: model.norm(model.dense(x))
     )
   np.testing.assert_array_equal(new.out.var, model.out.var)
   module = Linen()
   variables = module.init(jax.random.key(0), batches[0])
-  variables["batch_stats"]["other"] = {"mean": jnp.ones(2)}
-  with pytest.warns(optax_boost.NoEffectWarning, match=r"\['other/mean'\]"):
-    new = optax_boost.linen.estimate_batch_stats(module, variables, batches)
+  variables["batch_stats"]["other"] = {"mean": jnp.ones(2), "var": jnp.ones(2)}
+  with pytest.warns(optax_boost.NoEffectWarning, match=r"\['other'\]"):
+    new = optax_boost.linen.estimate_batch_stats(module, variables, batches, forward_fn=in_training)
   np.testing.assert_array_equal(new["batch_stats"]["other"]["mean"], 1)
+
+
+class OwnFrozenNnxNorm(nnx.BatchNorm):
+  def __call__(self, x):
+    return super().__call__(x, use_running_average=True)
+
+
+class NnxPair(nnx.Module):
+  """A BatchNorm of running mean 2, frozen in one of three ways or not, and one after it."""
+
+  def __init__(self, frozen):
+    kind = OwnFrozenNnxNorm if frozen == "class" else nnx.BatchNorm
+    self.first = kind(3, use_running_average=frozen == "layer", rngs=nnx.Rngs(0))
+    self.first.mean[...] = jnp.full(3, 2.0)
+    self.second = nnx.BatchNorm(3, rngs=nnx.Rngs(0))
+    self.kwargs = {"use_running_average": True} if frozen == "call" else {}
+
+  def __call__(self, x):
+    return self.second(self.first(x, **self.kwargs))
+
+
+class OwnFrozenLinenNorm(nn.BatchNorm):
+  def __call__(self, x):
+    return super().__call__(x, use_running_average=True)
+
+
+class LinenPair(nn.Module):
+  frozen: str
+
+  @nn.compact
+  def __call__(self, x, train=True):
+    flag = {"use_running_average": self.frozen != "" or not train}
+    if self.frozen == "class":
+      x = OwnFrozenLinenNorm(name="first")(x)
+    elif self.frozen == "call":
+      x = nn.BatchNorm(name="first")(x, *flag.values())
+    else:
+      x = nn.BatchNorm(name="first", **flag)(x)
+    return nn.BatchNorm(name="second", use_running_average=not train)(x)
+
+
+def estimated_pair(api, frozen, batches, evaluation=False, **kwargs):
+  """The statistics of both BatchNorms before and after the estimate, as means and variances."""
+  if api == "nnx":
+    model = NnxPair(frozen)
+    if evaluation:
+      model.eval()
+    new = optax_boost.nnx.estimate_batch_stats(model, batches, **kwargs)
+    return [[(n.mean[...], n.var[...]) for n in (m.first, m.second)] for m in (model, new)]
+  module = LinenPair(frozen)
+  variables = module.init(jax.random.key(0), batches[0])
+  variables["batch_stats"]["first"]["mean"] = jnp.full(3, 2.0)
+  if evaluation:
+    kwargs["forward_fn"] = lambda model, x: model(x, train=False)
+  new = optax_boost.linen.estimate_batch_stats(module, variables, batches, **kwargs)
+  trees = (tree["batch_stats"] for tree in (variables, new))
+  return [[(t[n]["mean"], t[n]["var"]) for n in ("first", "second")] for t in trees]
+
+
+def assert_kept_and_seen_by_the_next(statistics, batches):
+  """The first keeps its running statistics, and the second gets its outputs."""
+  before, (first, second) = statistics
+  chex.assert_trees_all_equal(first, before[0])
+  mean, var = np.full(3, 2.0), np.ones(3)
+  seen = [(x - mean) / np.sqrt(var + 1e-5) for x in batches]
+  expected = np.mean([(h.mean(0), h.var(0)) for h in seen], 0)
+  np.testing.assert_allclose(second, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("frozen", ["layer", "call", "class"])
+@pytest.mark.parametrize("api", ["nnx", "linen"])
+def test_frozen_batch_norms_keep_their_statistics(api, frozen):
+  batches = batches_of([8, 8])
+  assert_kept_and_seen_by_the_next(estimated_pair(api, frozen, batches), batches)
+
+
+@pytest.mark.parametrize("patterns", [{"exclude": "first"}, {"only": ["sec.*", "second"]}], ids=str)
+@pytest.mark.parametrize("evaluation", [False, True])
+@pytest.mark.parametrize("api", ["nnx", "linen"])
+def test_patterns_choose_the_batch_norms_to_estimate(api, evaluation, patterns):
+  batches = batches_of([8, 8])
+  if evaluation:
+    patterns = {"only": ".*"} | patterns
+  found = estimated_pair(api, "", batches, evaluation, **patterns)
+  assert_kept_and_seen_by_the_next(found, batches)
+
+
+@pytest.mark.parametrize("api", ["nnx", "linen"])
+def test_a_pattern_estimates_a_frozen_batch_norm(api):
+  batches = batches_of([8, 8])
+  before, (first, second) = estimated_pair(api, "layer", batches, only="first")
+  expected = np.mean([(x.mean(0), x.var(0)) for x in batches], 0)
+  np.testing.assert_allclose(first, expected, atol=1e-6)
+  chex.assert_trees_all_equal(second, before[1])
+  with pytest.warns(optax_boost.NoEffectWarning, match=r"`exclude` .* match no leaf: \['firs'\]"):
+    estimated_pair(api, "layer", batches, exclude="firs")
+  with pytest.warns(optax_boost.NoEffectWarning, match="found no BatchNorm to estimate"):
+    estimated_pair(api, "layer", batches, exclude=".*")
+
+
+@pytest.mark.parametrize("api", ["nnx", "linen"])
+def test_a_forward_pass_that_updates_no_batch_norm_is_refused(api):
+  """In evaluation mode nothing tells which ones training keeps frozen."""
+  with pytest.raises(ValueError, match=r"frozen .*\['first', 'second'\].*`model.train\(\)`"):
+    estimated_pair(api, "layer", batches_of([8]), evaluation=True)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("api", ["nnx", "linen"])
+def test_a_batch_that_is_not_finite_is_named(api, bad):
+  batches = batches_of([8, 8, 8])
+  batches[1][3, 2] = bad
+  with pytest.raises(ValueError, match="the leaf 'batch' of batch 1 has NaN or infinite entries"):
+    estimated_pair(api, "layer", batches)
+  named = [{"image": x, "label": np.zeros(8, int)} for x in batches]
+  if api == "nnx":
+    estimate = functools.partial(optax_boost.nnx.estimate_batch_stats, NnxPair(""))
+  else:
+    module = LinenPair("")
+    variables = module.init(jax.random.key(0), batches[0])
+    estimate = functools.partial(optax_boost.linen.estimate_batch_stats, module, variables)
+  with pytest.raises(ValueError, match="the leaf 'image' of batch 1 has NaN or infinite entries"):
+    estimate(named, forward_fn=lambda model, batch: model(batch["image"]))
+  # Only what reaches a BatchNorm matters.
+  unused = [{"image": x, "target": y} for x, y in zip(batches_of([8, 8, 8]), batches, strict=True)]
+  estimate(unused, forward_fn=lambda model, batch: model(batch["image"]))
+
+
+def test_params_that_are_not_finite_make_statistics_that_are_not_finite():
+  model = Nnx(nnx.Rngs(0))
+  model.dense.bias[...] = jnp.full(4, jnp.nan)
+  new = optax_boost.nnx.estimate_batch_stats(model, batches_of([8]))
+  assert jnp.isnan(new.norm.mean[...]).all()
 
 
 def test_an_averaged_nnx_model_has_the_mean_of_its_params_and_new_statistics():
@@ -475,6 +617,7 @@ def test_an_averaged_nnx_model_has_the_mean_of_its_params_and_new_statistics():
   np.testing.assert_array_equal(params["dense"]["kernel"][...], averaged.dense.kernel[...])
   # The copy stays when the model is trained on, and its arrays are donated.
   step(model, optimizer, batches[0])
+  averaged.train()
   new = optax_boost.nnx.estimate_batch_stats(averaged, batches)
   kernel, bias = averaged.dense.kernel[...], averaged.dense.bias[...]
   found = new.norm.mean[...], new.norm.var[...]

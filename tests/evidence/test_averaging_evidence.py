@@ -121,13 +121,19 @@ def go_on(state, rates, some):
 predict = jax.jit(NETWORK.apply)
 
 
+def call_in_training(model, x):
+  return model(x, train=True)
+
+
 def measure(params, statistics, estimated=True):
   """Accuracy and loss, with statistics that are estimated again or the running ones."""
   variables = {"params": params, **statistics}
   if estimated:
     some = batches(BATCH, 12345)
     inputs = (next(some)["x"] for _ in range(STATISTICS))
-    variables = optax_boost.linen.estimate_batch_stats(NETWORK, variables, inputs)
+    variables = optax_boost.linen.estimate_batch_stats(
+      NETWORK, variables, inputs, forward_fn=call_in_training
+    )
   predict_with = functools.partial(predict, variables)
   return {
     f"{part} {key}": value

@@ -28,7 +28,7 @@ SGD = optax.sgd(0.1)
 X = jnp.ones((2, 3))
 MODEL = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
 VARIABLES = {"params": {"kernel": jnp.ones((3, 2)), "bias": jnp.ones(2)}}
-_NORM, _NNX_NORM = nn.BatchNorm(True), nnx.BatchNorm(3, rngs=nnx.Rngs(0))
+_NORM, _NNX_NORM = nn.BatchNorm(False), nnx.BatchNorm(3, rngs=nnx.Rngs(0))
 _NORM_VARIABLES = {
   "params": {"bias": jnp.zeros(3), "scale": jnp.ones(3)},
   "batch_stats": {"mean": jnp.zeros(3), "var": jnp.ones(3)},
@@ -86,6 +86,7 @@ KINDS: dict[str | tuple[str, str], Kind] = {
   "max_search": Kind(kinds.all_but("None", "text", "whole"), {"0": 0, "name": "fast"}),
   **dict.fromkeys(("inner", "tx", "second", ("switch_after", "first")), kinds.TX),
   **dict.fromkeys(("exclude", "weight_decay_mask"), kinds.SELECTOR),
+  **dict.fromkeys(("only", ("estimate_batch_stats", "exclude")), kinds.PATTERNS),
   "axis_name": kinds.AXIS_NAME,
   "local_axis_name": kinds.AXIS_NAME,
   "shard_axis_name": kinds.AXIS_NAME,

@@ -75,7 +75,7 @@ def test_statistics_of_batches_without_a_common_length_are_estimated_as_the_erro
         nnx.BatchNorm(1, rngs=nnx.Rngs(0)), batches, forward_fn=forward, **more
       )
       return model.mean
-    module = nn.BatchNorm(use_running_average=True)
+    module = nn.BatchNorm(use_running_average=False)
     variables = module.init(jax.random.key(0), batches[0]["x"])
     made = optax_boost.linen.estimate_batch_stats(
       module, variables, batches, forward_fn=forward, **more
