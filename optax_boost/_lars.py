@@ -194,7 +194,7 @@ def lars(
 
   Returns:
     An :class:`optax.GradientTransformationExtraArgs` that needs `params`. Updates and momentum
-    have the params' dtype.
+    have the params' dtype; they are computed in at least float32, and rounded once.
 
   Examples:
     >>> import jax, jax.numpy as jnp, optax, optax_boost
@@ -225,18 +225,27 @@ def lars(
     _base.check_number("momentum", momentum, minimum=0.0, below=1.0)
   leaves = _method.Leaves("lars", exclude, _bias_or_norm, layers, axis_name)
   numbers = (trust_coefficient, weight_decay, eps, clip, learning_rate if clip_ratio else None)
-  ratio = _scale_by_trust_ratio(leaves, *numbers, weight_decay_mask, like_params=True)
+  ratio = _scale_by_trust_ratio(leaves, *numbers, weight_decay_mask, wide=True)
   descent = optax.scale_by_learning_rate(learning_rate)
   trace = optax.identity() if momentum is None else optax.trace(momentum, nesterov)
-  chain = optax.chain(ratio, descent, trace)
 
   def step(updates: Any, state: Any, params: Any, *, layers: Any = None) -> tuple[Any, Any]:
     kinds: list[Any] = [ScaleByLarsTrustRatioState]
     kinds += [type(part.init(())) for part in (descent, trace)]
     _base.require_chain_state(state, kinds, "lars")
-    return chain.update(updates, state, params, layers=layers)
+    of_ratio, of_descent, of_trace = state
+    updates, of_ratio = ratio.update(updates, of_ratio, params, layers=layers)
+    updates, of_descent = descent.update(updates, of_descent)
+    updates, of_wide = trace.update(updates, jax.tree.map(_arrays.widen, of_trace))
+    return _cast(updates, params), (of_ratio, of_descent, _cast(of_wide, of_trace))
 
-  return _transformation.transformation("lars", tuple, chain.init, step, needs_params=True)
+  init = optax.chain(ratio, descent, trace).init
+  return _transformation.transformation("lars", tuple, init, step, needs_params=True)
+
+
+def _cast(tree: Any, like: Any) -> Any:
+  """A tree with the dtypes of another one's leaves."""
+  return _tree.map_leaves(lambda x, y: x.astype(y.dtype), tree, like)
 
 
 def _bias_or_norm(leaves: list[_layer_axes.Leaf]) -> list[bool]:
@@ -252,9 +261,9 @@ def _scale_by_trust_ratio(
   clip: Any,
   clip_ratio: Any,
   weight_decay_mask: Any,
-  like_params: bool = False,
+  wide: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
-  """The transformation; with `like_params` updates have the dtype of the params and momentum."""
+  """The transformation; with `wide`, updates are in at least float32."""
   _base.check_number("trust_coefficient", eta, positive=True)
   _base.check_number("weight_decay", weight_decay, minimum=0.0)
   _base.check_number("eps", eps, minimum=0.0)
@@ -299,7 +308,7 @@ def _scale_by_trust_ratio(
     for (leaf, w, g, decays), ratio in zip(parts, ratios, strict=True):
       factor = None if ratio is None else jnp.expand_dims(ratio, leaf.axes_of_layer)
       d = _direction(g, w, factor, clip, weight_decay if decays else 0.0)
-      outputs.append(d.astype(w.dtype if like_params else g.dtype))
+      outputs.append(d if wide else d.astype(g.dtype))
     means = jnp.stack([_mean_of_layers(ratio, dtype) for ratio in ratios])
     bad = jnp.isnan(means)
     return jax.tree.unflatten(jax.tree.structure(updates), outputs), state._replace(

@@ -310,6 +310,21 @@ def test_injected_hyperparams_change_nothing(row):
     chex.assert_trees_all_close(updates, expected, rtol=1e-5, atol=1e-6)
 
 
+@every_row
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_hyperparams_of_float32_widen_neither_updates_nor_states(row, dtype):
+  factory = getattr(optax_boost, row.factory)
+  options = {"static_args": row.static, "hyperparam_dtype": jnp.float32}
+  tx = row.feed(optax.inject_hyperparams(factory, **options)(**row.kwargs))
+  params = row.params(dtype)
+  state = jax.eval_shape(tx.init, params)
+  assert {h.dtype for h in jax.tree.leaves(state.hyperparams)} <= {jnp.dtype("f4"), jnp.dtype("i4")}
+  # As `lax.scan` demands of its carry.
+  updates, after = jax.eval_shape(tx.update, problems.grads(params), state, params)
+  assert {u.dtype for u in jax.tree.leaves(updates)} == {jnp.dtype("f4" if row.widens else dtype)}
+  assert problems.spec(after) == problems.spec(state)
+
+
 @every_factory
 def test_inside_masked_only_the_chosen_leaves_change(row):
   params = row.params()

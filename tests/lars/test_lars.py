@@ -475,6 +475,43 @@ def test_small_steps_of_float16_gradients_reach_float32_params():
   np.testing.assert_allclose(updates["kernel"], -1e-8, rtol=1e-5)
 
 
+@pytest.mark.parametrize("form", ["numbers", "arrays", "injected"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_momentum_of_half_precision_is_computed_in_float32_and_rounded_once(dtype, form):
+  """In bfloat16 a momentum of 0.999 is 1."""
+  numbers = {"learning_rate": 0.3, "momentum": 0.999, "weight_decay": 1e-3}
+  given = numbers if form == "numbers" else {k: jnp.float32(v) for k, v in numbers.items()}
+  factory = optax_boost.lars
+  if form == "injected":
+    factory = optax.inject_hyperparams(factory, hyperparam_dtype=jnp.float32)
+  tx = factory(**given, trust_coefficient=0.02)
+  rng = np.random.default_rng(0)
+  params = {"kernel": jnp.asarray(rng.normal(size=(16, 8)), dtype)}
+  grads = jnp.asarray(rng.normal(size=(4, 16, 8)), dtype)
+
+  @jax.jit
+  def train(params):
+    def body(state, g):
+      updates, state = tx.update({"kernel": g}, state, params)
+      return state, (updates["kernel"], optax.tree.get(state, "trace")["kernel"])
+
+    return jax.lax.scan(body, tx.init(params), grads)[1]
+
+  updates, momenta = train(params)
+  assert updates.dtype == momenta.dtype == dtype
+  np.testing.assert_array_equal(updates, momenta)
+  w, m = np.asarray(params["kernel"], np.float64), np.zeros((16, 8))
+  limits = jnp.finfo(dtype)
+  for g, found in zip(np.asarray(grads, np.float64), np.asarray(updates, np.float64), strict=True):
+    norms = [np.linalg.norm(x) for x in (w, g)]
+    ratio = 0.02 * norms[0] / (norms[1] + 1e-3 * norms[0])
+    summands = np.stack([0.999 * m, -0.3 * ratio * (g + 1e-3 * w)])
+    rounding = limits.eps / 2 * abs(summands.sum(0)) + limits.smallest_subnormal / 2
+    in_float32 = 16 * np.finfo(np.float32).eps * abs(summands).sum(0)
+    assert (abs(found - summands.sum(0)) <= rounding + in_float32).all()
+    m = found
+
+
 def as_on_gpus(*arguments, cuda, **others):
   """``jax.lax.platform_dependent`` with the program for NVIDIA's chips."""
   del others
