@@ -21,6 +21,7 @@ class Row(NamedTuple):
     accuracy: test accuracy at the end, in percent.
     gain: accuracy minus the baseline's, in points, the mean over the seeds and half of its 95%
       interval, which one seed has not; None without a baseline.
+    p_value: of the gain, after Holm's correction for the number of methods.
     steps_to_target: steps until the mean accuracy first reached the target, None if it never did.
     speed: training steps per second.
   """
@@ -29,6 +30,7 @@ class Row(NamedTuple):
   loss: np.ndarray
   accuracy: np.ndarray
   gain: tuple[float, float | None] | None
+  p_value: float
   steps_to_target: int | None
   speed: float
 
@@ -63,6 +65,7 @@ class Report:
       result.values(name, LOSS),
       result.values(name, ACCURACY),
       result.difference(name, ACCURACY) if compared else None,
+      result.p_values(ACCURACY, ["steps"])[name]["steps"] if compared else np.nan,
       int(spent["steps"][np.argmax(reached)]) if reached.any() else None,
       spent["steps"][-1] / spent["seconds"][-1],
     )
@@ -95,6 +98,7 @@ class Report:
     notes = [
       "Both at the last step; the loss with dropout. ± is the standard deviation over seeds; where",
       f"compared with {self._baseline}, in percentage points, the 95% interval of the paired mean.",
+      "p below: of that difference, after Holm's correction for the number of methods.",
       "Steps to: until the mean accuracy gets there. Steps/s: without compiling and evaluating.",
     ]
     return "\n".join([*lines, "", *notes])
@@ -116,10 +120,11 @@ class Report:
       return "diverged"
     if half is None:
       accuracy = "one seed says nothing about accuracy (--seeds 3 or more)"
-    elif abs(gain) <= half:
-      accuracy = "no clear difference in accuracy"
+    elif row.p_value > 0.05:
+      accuracy = f"no clear difference in accuracy (p = {row.p_value:.2g})"
     else:
-      accuracy = f"{abs(gain):.1f} points {'more' if gain > 0 else 'LESS'} accuracy"
+      more = "more" if gain > 0 else "LESS"
+      accuracy = f"{abs(gain):.1f} points {more} accuracy (p = {row.p_value:.2g})"
     steps = row.steps_to_target
     return f"{accuracy}; {self.target}% " + (
       "never reached" if steps is None else f"after {steps} steps"

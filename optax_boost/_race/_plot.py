@@ -44,13 +44,24 @@ def draw(result: Any, quantities: Sequence[str], against: Mapping[str, str]) -> 
       axes.grid(color="#E5E5E5", linewidth=0.8)
       axes.spines[["top", "right", "left"]].set_visible(False)
       axes.set_yscale("log" if logarithmic else "linear")
-      if of != "steps" and np.isfinite(result.budget(of)):
-        axes.axvline(result.budget(of), color=_BASELINE_COLOUR, linestyle=":")
+      if of != "steps":
+        for at, name in _ends(result, compared, of).items():
+          axes.axvline(at, color=colours[name], linestyle=":")
     title = quantity + (" (logarithmic)" if logarithmic else "")
     line[0].set_title(title, loc="left", parse_math=False)
   for text in panels[0, 0].legend(frameon=False).get_texts():
     text.set_parse_math(False)
   return figure
+
+
+def _ends(result: Any, compared: Sequence[str], of: str) -> dict[float, str]:
+  """The budgets at which methods are compared with the baseline, and whose total each one is."""
+  ends = {}
+  for name in compared:
+    at = result.budget(name, of)
+    if np.isfinite(at):
+      ends[at] = result.baseline if result.spent[result.baseline][of][-1] == at else name
+  return ends
 
 
 def _draw_curve(axes: Any, result: Any, name: str, quantity: str, of: str, colour: str) -> None:

@@ -36,8 +36,8 @@ def race(
 ) -> _result.RaceResult:
   """Trains with each of several transformations, and compares them.
 
-  A seed gives all methods the same initial params, batches and keys, so methods are compared seed
-  by seed, each time with the budget that the cheapest method spends:
+  A seed gives all methods the same initial params, batches and keys, so each method is compared
+  with the baseline seed by seed, each time with the budget that the cheaper of the two spends:
 
   - at equal steps;
   - at equal gradient evaluations, counted with the first seed: a gradient of the loss counts one, a

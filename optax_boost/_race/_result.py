@@ -1,4 +1,14 @@
-"""The result of a race: curves, compared at equal steps, gradient evaluations and time."""
+"""The result of a race: curves, compared at equal steps, gradient evaluations and time.
+
+For m comparisons whose p-values are p_1 <= ... <= p_m, Holm's method corrects them to
+
+  q_i = max over j <= i of min(1, (m - j + 1) p_j)
+
+so that the probability of any false one among the differences with q_i <= 0.05 is at most 0.05,
+however the comparisons depend on each other.
+
+Source: Holm, "A simple sequentially rejective multiple test procedure", 1979.
+"""
 
 from collections.abc import Mapping
 from collections.abc import Sequence
@@ -29,6 +39,8 @@ _LOWER_IS_BETTER = ("loss", "error", "perplexity")
 _HIGHER_IS_BETTER = ("accuracy",)
 # Times and evaluations so far are sums of rounded numbers.
 _ROUNDING = 1e-9
+# The probability of a false verdict.
+_LEVEL = 0.05
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -58,6 +70,10 @@ class RaceResult:
     return next(iter(self.curves))
 
   @property
+  def _compared(self) -> list[str]:
+    return [name for name in self.curves if name != self.baseline]
+
+  @property
   def quantities(self) -> list[str]:
     """The quantities to compare, which are the metrics and the training loss."""
     return list(self.curves[self.baseline])
@@ -67,57 +83,117 @@ class RaceResult:
     _base.check_name("name", name, list(self.curves))
     return ~np.isfinite(self.curves[name][LOSS][:, -1])
 
-  def budget(self, of: str) -> float:
-    """The smallest total over the methods, but those that always diverged; nan if one is unknown.
+  def budget(self, name: str, of: str) -> float:
+    """What the cheaper of a method and the baseline spends in total; nan if one is unknown.
+
+    Of a method whose baseline always diverged, and of the baseline itself, its own total.
 
     Args:
+      name: the method.
       of: ``"steps"``, ``"gradient_evaluations"`` or ``"seconds"``.
     """
+    _base.check_name("name", name, list(self.curves))
     _base.check_name("of", of, list(BUDGETS))
-    came_through = [name for name in self.curves if not self.diverged(name).all()]
-    return float(np.min([self.spent[name][of][-1] for name in came_through or self.curves]))
+    pair = (name, self.baseline)
+    came_through = [method for method in pair if not self.diverged(method).all()]
+    return float(np.min([self.spent[method][of][-1] for method in came_through or pair]))
 
   def values(self, name: str, quantity: str, of: str = "steps") -> np.ndarray:
-    """A method's values where it has spent the budget `of`, see :meth:`budget`.
+    """A method's values where it has spent its budget `of`, see :meth:`budget`.
 
     Returns:
       ``(n,)``, interpolated between the points of each seed's curve; nan for a seed that diverged,
       and if the budget is spent before the first point.
     """
+    return self._values_at(name, quantity, of, self.budget(name, of))
+
+  def _values_at(self, name: str, quantity: str, of: str, at: float) -> np.ndarray:
     _base.check_name("quantity", quantity, self.quantities)
-    at, diverged = self.budget(of), self.diverged(name)
     values = [_interpolate(self.spent[name][of], row, at) for row in self.curves[name][quantity]]
-    return np.where(diverged, math.nan, values)
+    return np.where(self.diverged(name), math.nan, values)
+
+  def _differences(self, name: str, quantity: str, of: str) -> np.ndarray:
+    """The differences to the baseline, of each seed that has values of both at the budget."""
+    theirs = self._values_at(self.baseline, quantity, of, self.budget(name, of))
+    differences = self.values(name, quantity, of) - theirs
+    return differences[np.isfinite(differences)]
 
   def difference(self, name: str, quantity: str, of: str = "steps") -> tuple[float, float | None]:
     """The mean difference to the baseline, seed by seed; arguments as for :meth:`values`.
 
+    Both have spent the method's :meth:`budget`, so no third method has an influence.
+
     Returns:
       The mean of the paired differences over the seeds that neither method diverged on (nan
-      without any), and half of its 95 % interval by Student's t (None for a single seed).
+      without any), and half of its 95 % interval by Student's t (None for a single seed). The
+      interval is of this comparison alone; :meth:`p_values` correct for several.
     """
-    paired = self.values(name, quantity, of) - self.values(self.baseline, quantity, of)
-    paired = paired[np.isfinite(paired)]
-    if len(paired) < 2:
-      return (float(paired[0]) if paired.size else math.nan), None
-    quantile = special.stdtrit(len(paired) - 1, 0.975)
-    half = quantile * np.std(paired, ddof=1) / math.sqrt(len(paired))
-    return float(np.mean(paired)), float(half)
+    differences = self._differences(name, quantity, of)
+    if len(differences) < 2:
+      return (float(differences[0]) if differences.size else math.nan), None
+    quantile = special.stdtrit(len(differences) - 1, 1 - _LEVEL / 2)
+    half = quantile * np.std(differences, ddof=1) / math.sqrt(len(differences))
+    return float(np.mean(differences)), float(half)
+
+  def p_values(
+    self, quantity: str, budgets: Sequence[str] = tuple(BUDGETS)
+  ) -> dict[str, dict[str, float]]:
+    """The p-value of each method's difference to the baseline, corrected by Holm's method.
+
+    The p-values are of Student's t-test of the paired differences. With the correction, the
+    probability that any of the differences with a p-value of at most 0.05 comes from chance is at
+    most 0.05. Budgets at which a method has the same differences count as one comparison.
+
+    Args:
+      quantity: the quantity to compare.
+      budgets: the budgets at which it is compared.
+
+    Returns:
+      By method and budget; nan with fewer than two seeds, and for identical curves.
+    """
+    for of in budgets:
+      _base.check_name("budgets", of, list(BUDGETS))
+    tests = self._tests(quantity, budgets)
+    return {
+      name: {of: tests.get(self._test(name, quantity, of), math.nan) for of in budgets}
+      for name in self._compared
+    }
+
+  def _test(self, name: str, quantity: str, of: str) -> tuple[str, bytes]:
+    """What a test is of: budgets at which a method has the same differences are one test."""
+    return name, self._differences(name, quantity, of).tobytes()
+
+  def _tests(self, quantity: str, budgets: Sequence[str]) -> dict[tuple[str, bytes], float]:
+    """The corrected p-value of each test."""
+    p_values = {}
+    for name in self._compared:
+      for of in budgets:
+        differences = self._differences(name, quantity, of)
+        if len(differences) > 1 and not self._is_identical(name, quantity, of):
+          p_values[self._test(name, quantity, of)] = p_value(differences)
+    return dict(zip(p_values, holm(list(p_values.values())), strict=True))
+
+  def _is_identical(self, name: str, quantity: str, of: str) -> bool:
+    """Whether a method's curves are the baseline's, and reach the same point with the budget."""
+    ours, theirs = self.curves[name][quantity], self.curves[self.baseline][quantity]
+    # The same curve may still take another time.
+    same = np.array_equal(ours, theirs, equal_nan=True)
+    return same and not self._differences(name, quantity, of).any()
 
   def conclusion(self) -> str:
     """Sentences that say of each method whether it is better than the baseline, and by how much.
 
-    Of the first of `quantities`, at each of the equal budgets. A method is better or worse if the
-    95 % interval of :meth:`difference` has no 0 in it; else these seeds can't tell. Curves with the
-    same bits in every seed are called identical.
+    Of the first of `quantities`, at each of the equal budgets. A method is better or worse if its
+    p-value is at most 0.05, corrected by :meth:`p_values` for all comparisons of the sentences;
+    else these seeds can't tell. Curves with the same bits in every seed are called identical.
 
     Returns:
       A line for each method; no line for the baseline.
     """
-    compared = [name for name in self.curves if name != self.baseline]
-    return "\n".join(self._conclude(name, self.quantities[0]) for name in compared)
+    tests = self._tests(self.quantities[0], list(BUDGETS))
+    return "\n".join(self._conclude(name, self.quantities[0], tests) for name in self._compared)
 
-  def _conclude(self, name: str, quantity: str) -> str:
+  def _conclude(self, name: str, quantity: str, tests: Mapping[tuple[str, bytes], float]) -> str:
     subject = f"`{name}` against `{self.baseline}`, {quantity}"
     for method in (name, self.baseline):
       if self.diverged(method).all():
@@ -125,27 +201,32 @@ class RaceResult:
     # Budgets that end at the same points have the same result, which is told once.
     budgets: dict[str, list[str]] = {}
     for of in BUDGETS:
-      budgets.setdefault(self._outcome(name, quantity, of), []).append(_SHORT_NAMES[of])
+      outcome = self._outcome(name, quantity, of, tests)
+      budgets.setdefault(outcome, []).append(_SHORT_NAMES[of])
     parts = [f"{outcome} at equal {' and '.join(of)}" for outcome, of in budgets.items() if outcome]
     return f"{subject}: {'; '.join(parts) or 'no comparison at an equal budget'}."
 
-  def _outcome(self, name: str, quantity: str, of: str) -> str:
+  def _outcome(
+    self, name: str, quantity: str, of: str, tests: Mapping[tuple[str, bytes], float]
+  ) -> str:
     """The comparison at one budget in words; empty if the values there are unknown."""
     mean, half = self.difference(name, quantity, of)
-    paired = self.values(name, quantity, of) - self.values(self.baseline, quantity, of)
-    seeds = int(np.isfinite(paired).sum())
+    seeds = len(self._differences(name, quantity, of))
     if not seeds:
       return ""
-    # The same curve may still take another time.
-    ours, theirs = self.curves[name][quantity], self.curves[self.baseline][quantity]
-    if np.array_equal(ours, theirs, equal_nan=True) and not paired[np.isfinite(paired)].any():
+    if self._is_identical(name, quantity, of):
       return f"identical in {'the one seed' if seeds == 1 else f'all {seeds} seeds'}"
     if half is None:
       return f"one seed can't tell (difference {mean:+.3g})"
+    p = tests[self._test(name, quantity, of)]
     interval = f"95 % interval {mean - half:+.3g} to {mean + half:+.3g}"
-    if mean - half <= 0 <= mean + half:
-      return f"these {seeds} seeds can't tell (difference {mean:+.3g}, {interval})"
-    return f"{_word(quantity, mean)} by {abs(mean):.3g} ({interval} over {seeds} seeds)"
+    correction = ""
+    if len(tests) > 1:
+      correction = f"; p = {p:.2g} after Holm's correction for {len(tests)} comparisons"
+    if p > _LEVEL:
+      return f"these {seeds} seeds can't tell (difference {mean:+.3g}, {interval}{correction})"
+    better = f"{_word(quantity, mean)} by {abs(mean):.3g}"
+    return f"{better} ({interval} over {seeds} seeds{correction})"
 
   def to_dict(self) -> dict[str, list[Any]]:
     """The curves as columns, for ``pandas.DataFrame(result.to_dict())`` or JSON.
@@ -170,18 +251,19 @@ class RaceResult:
 
     Returns:
       The tables with a heading each. ± after a mean is the standard deviation over seeds; in
-      parentheses is the paired difference to the baseline ± half of its 95 % interval. With
-      another method than the baseline, an explanation of the parentheses and :meth:`conclusion`
-      follow. A sentence names the methods in `averaged`.
+      parentheses is the paired difference to the baseline ± half of its 95 % interval. If methods
+      have different budgets, each cell says at which one it is, and the baseline's at its own
+      total. With another method than the baseline, an explanation of the parentheses and
+      :meth:`conclusion` follow. A sentence names the methods in `averaged`.
     """
     sections = [] if self.complete else [f"Interrupted: of the seeds only {self.seeds} are there."]
-    budgets = [f"{self.budget(of):,.4g} {text}" for of, text in BUDGETS.items()]
     for quantity in self.quantities:
-      lines = [["method", *budgets, "seeds"]]
+      notes = []
       for name in self.curves:
         lost, seeds = self.diverged(name).sum(), len(self.seeds)
-        note = f"diverged: {lost} of {seeds}" if lost else str(seeds)
-        lines.append([name, *(self._cell(name, quantity, of) for of in BUDGETS), note])
+        notes.append(f"diverged: {lost} of {seeds}" if lost else str(seeds))
+      columns = [["method", *self.curves], *(self._column(quantity, of) for of in BUDGETS)]
+      lines = list(zip(*columns, ["seeds", *notes], strict=True))
       sections.append(f"{quantity.capitalize()}, with equal budgets:\n\n{_markdown(lines)}")
     costs = [["method", "gradients per step", "ms per step"]]
     for name in self.curves:
@@ -197,13 +279,29 @@ class RaceResult:
       sections += [
         "± after a mean: the standard deviation over the seeds. In parentheses: the difference to"
         f" `{self.baseline}`, seed by seed, ± half of its 95 % interval. An interval with 0 in it"
-        " leaves open which method is better.",
+        " leaves open which method is better. Each interval is of one comparison alone; these"
+        " sentences correct for the number of theirs:",
         self.conclusion(),
       ]
     return "\n\n".join(sections)
 
-  def _cell(self, name: str, quantity: str, of: str) -> str:
-    values = self.values(name, quantity, of)
+  def _column(self, quantity: str, of: str) -> list[str]:
+    """A column with its header, which has the budget if all comparisons share it."""
+    compared = [name for name in self._compared if not self.diverged(name).all()]
+    ends = {name: self.budget(name, of) for name in self.curves}
+    shared = {f"{ends[name]:,.4g}" for name in compared or [self.baseline]}
+    if len(shared) == 1:
+      ends[self.baseline] = ends[(compared or [self.baseline])[0]]
+      cells = [self._cell(name, quantity, of, at) for name, at in ends.items()]
+      return [f"{shared.pop()} {BUDGETS[of]}", *cells]
+    cells = []
+    for name, at in ends.items():
+      cell = self._cell(name, quantity, of, at)
+      cells.append(cell if cell == "-" else f"{cell} at {at:,.4g}")
+    return [BUDGETS[of], *cells]
+
+  def _cell(self, name: str, quantity: str, of: str, at: float) -> str:
+    values = self._values_at(name, quantity, of, at)
     values = values[np.isfinite(values)]
     if not values.size:
       return "-"
@@ -234,6 +332,24 @@ class RaceResult:
     for of in against:
       _base.check_name("against", of, list(BUDGETS))
     return _plot.draw(self, quantities, {of: BUDGETS[of] for of in against})
+
+
+def p_value(differences: np.ndarray) -> float:
+  """The two-sided p-value of Student's t-test that at least two differences have the mean 0."""
+  error = np.std(differences, ddof=1) / math.sqrt(len(differences))
+  mean = abs(np.mean(differences))
+  if not error:
+    return float(not mean)
+  return float(2 * special.stdtr(len(differences) - 1, -mean / error))
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+  """The corrected p-values of the module's docstring, in the order of `p_values`."""
+  order = np.argsort(p_values, kind="stable")
+  steps = np.arange(len(p_values), 0, -1) * np.asarray(p_values)[order]
+  corrected = np.empty(len(p_values))
+  corrected[order] = np.minimum(np.maximum.accumulate(steps), 1)
+  return corrected.tolist()
 
 
 def _interpolate(x: np.ndarray, y: np.ndarray, at: float) -> float:

@@ -206,7 +206,8 @@ def test_the_report_compares_with_the_baseline_seed_by_seed(examples):
   report = Report(result(sgd=[71, 72, 73], better=[81, 83, 82]), "sgd")
   assert report.target == 70
   assert report.rows[1].gain == pytest.approx((10, 2.484), rel=1e-3)
-  assert "better  10.0 points more accuracy; 70% after 2 steps" in report.verdicts()
+  # By 10, 11 and 9: t = 10 sqrt(3), and of two degrees of freedom p = 1 - sqrt(t^2 / (t^2 + 2)).
+  assert "better  10.0 points more accuracy (p = 0.0033); 70% after 2 steps" in report.verdicts()
   lost = Report(result(sgd=[71, 72, 73], wild=[np.nan] * 3, half=[72, 73, np.nan]), "sgd")
   assert "wild  diverged" in lost.verdicts()
   assert re.search(r"^wild +- +- +- +never +3.0 +3, 3 diverged$", lost.table(), re.MULTILINE)

@@ -13,9 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from scipy import stats
 
 import optax_boost
 from optax_boost import RaceResult
+from optax_boost._race import _result
 import optax_boost.nnx
 
 RNG = np.random.default_rng(0)
@@ -163,12 +165,13 @@ def result_of(complete=True, **methods):
   return RaceResult(seeds, curves, spent, complete)
 
 
-def test_the_cheapest_method_sets_the_budgets_at_which_curves_are_interpolated():
+def test_the_cheaper_of_a_pair_sets_the_budgets_at_which_curves_are_interpolated():
   result = result_of(
     cheap=([[9, 8, 7], [9, 6, 5]],),
     dear=([[6, 4, 2], [4, 3, 1]], (2, 4, 6), (1.5, 3.5, 5.0)),
   )
-  assert [result.budget(of) for of in ("steps", "gradient_evaluations", "seconds")] == [3, 3, 3]
+  for of in ("steps", "gradient_evaluations", "seconds"):
+    assert result.budget("dear", of) == result.budget("cheap", of) == 3
   np.testing.assert_allclose(result.values("cheap", LOSS, "seconds"), [7, 5])
   np.testing.assert_allclose(result.values("dear", LOSS, "steps"), [2, 1])
   # 3 evaluations lie midway between the points at 2 and 4; 3 s three quarters from 1.5 to 3.5.
@@ -178,6 +181,120 @@ def test_the_cheapest_method_sets_the_budgets_at_which_curves_are_interpolated()
   # Differences -2 and -1.5; Student's t for one degree of freedom is 12.706.
   assert mean == -1.75
   assert half == pytest.approx(12.706 * 0.25, rel=1e-4)
+
+
+SLOW, QUICK = ([[9, 8, 7], [9, 6, 5], [9, 7, 6]],), ([[8, 7, 6], [8, 5, 3], [8, 6, 5]],)
+CHEAP = ([[9, 8, 9], [9, 8, 8], [9, 9, 9]], (1, 2, 3), (0.5, 1, 1.5))
+
+
+def test_a_third_method_does_not_change_the_comparison_of_a_pair():
+  pair, three = result_of(sgd=SLOW, adam=QUICK), result_of(sgd=SLOW, adam=QUICK, cheap=CHEAP)
+  for of in ("steps", "gradient_evaluations", "seconds"):
+    assert three.difference("adam", LOSS, of) == pair.difference("adam", LOSS, of)
+    np.testing.assert_array_equal(three.values("adam", LOSS, of), pair.values("adam", LOSS, of))
+  # At 3 s, where both end, and not at the third's 1.5 s.
+  assert three.budget("adam", "seconds") == 3
+  assert three.difference("adam", LOSS, "seconds")[0] == pytest.approx(-4 / 3)
+  assert three.budget("cheap", "seconds") == 1.5
+  # At 1.5 s SGD is midway between its points at 1 s and 2 s.
+  expected = np.subtract([9, 8, 9], [8.5, 7.5, 8]).mean()
+  assert three.difference("cheap", LOSS, "seconds")[0] == pytest.approx(expected)
+  (adam,) = pair.conclusion().splitlines()
+  assert three.conclusion().splitlines()[0].split(" (")[0] == adam.split(" (")[0]
+
+
+def test_a_table_says_at_which_budget_a_pair_is_compared_if_pairs_differ():
+  table = result_of(sgd=SLOW, adam=QUICK, cheap=CHEAP).table()
+  header, _, sgd, adam, cheap = (
+    [cell.strip() for cell in line.strip("|").split(" | ")] for line in table.splitlines()[2:7]
+  )
+  assert header == [
+    "method",
+    "3 steps",
+    "3 gradient evaluations",
+    "seconds on one seed",
+    "seeds",
+  ]
+  assert [row[3].partition(" at ")[2] for row in (sgd, adam, cheap)] == ["3", "3", "1.5"]
+  assert " at " not in sgd[1] + adam[1] + cheap[1]
+
+
+def smallest_level(p_values, i):
+  """The smallest level at which Holm's step-down procedure rejects a hypothesis, by trying."""
+
+  def rejects(level):
+    rejected, order = set(), sorted(range(len(p_values)), key=lambda k: p_values[k])
+    for step, k in enumerate(order):
+      if p_values[k] > level / (len(p_values) - step) * (1 + 1e-12):
+        break
+      rejected.add(k)
+    return i in rejected
+
+  levels = sorted({min(1.0, n * p) for p in p_values for n in range(1, len(p_values) + 1)} | {1.0})
+  return next(level for level in levels if level == 1 or rejects(level))
+
+
+def test_corrected_p_values_are_the_smallest_levels_at_which_holms_procedure_rejects():
+  rng = np.random.default_rng(0)
+  cases = [rng.uniform(size=n) ** 3 for n in (1, 2, 3, 5, 8)]
+  cases += [[], [0.02, 0.02, 0.02], [0.04, 0.01], [0.0, 1.0, 0.5], [0.03, 0.04]]
+  for p_values in cases:
+    expected = [smallest_level(p_values, i) for i in range(len(p_values))]
+    np.testing.assert_allclose(_result.holm(p_values), expected, rtol=1e-12)
+
+
+def test_p_values_are_those_of_students_t_test():
+  rng = np.random.default_rng(0)
+  for n in (2, 3, 10):
+    differences = rng.normal(0.5, size=n)
+    expected = stats.ttest_1samp(differences, 0).pvalue
+    assert _result.p_value(differences) == pytest.approx(expected, rel=1e-10)
+  assert _result.p_value(np.array([2.0, 2.0])) == 0
+  assert _result.p_value(np.zeros(2)) == 1
+
+
+def test_the_conclusion_corrects_for_the_number_of_comparisons_and_says_so():
+  rng = np.random.default_rng(1)
+  base = [[3, 2, x] for x in rng.normal(size=6)]
+  shift = np.array([0.1, 0.6, 0.9, 1.1, 0.2, 0.4])
+
+  def lower_by(differences):
+    return ([[3, 2, row[2] - d] for row, d in zip(base, differences, strict=True)],)
+
+  weak = lower_by(shift)
+  noise = [lower_by([0.3, -0.3, 0.2, -0.1, 0.4, -0.4][k:] + [0.1] * k) for k in range(3)]
+  raw = stats.ttest_1samp(shift, 0).pvalue
+  assert 0.0125 < raw < 0.05
+  alone = result_of(sgd=(base,), weak=weak)
+  assert alone.conclusion().startswith("`weak` against `sgd`, training loss: better by 0.55 (95 %")
+  assert "Holm" not in alone.conclusion()
+  assert alone.p_values(LOSS)["weak"]["steps"] == pytest.approx(raw)
+  methods = {"weak": weak} | {f"noise {k}": rows for k, rows in enumerate(noise)}
+  several = result_of(sgd=(base,), **methods)
+  first, *others = several.conclusion().splitlines()
+  # The smallest of four.
+  assert f"p = {4 * raw:.2g} after Holm's correction for 4 comparisons" in first
+  assert "these 6 seeds can't tell (difference -0.55, 95 % interval" in first
+  assert all("after Holm's correction for 4 comparisons" in line for line in others)
+  assert several.p_values(LOSS)["weak"]["seconds"] == pytest.approx(4 * raw)
+  # The same differences at all three budgets are one comparison; a dearer method has two.
+  dear = result_of(sgd=(base,), weak=(*weak, (1, 2, 3), (2, 4, 6)))
+  assert "after Holm's correction for 2 comparisons" in dear.conclusion()
+  found = dear.p_values(LOSS)["weak"]
+  at_time = dear.values("weak", LOSS, "seconds") - np.array(base)[:, 2]
+  late = stats.ttest_1samp(at_time, 0).pvalue
+  expected = np.array([smallest_level([raw, late], i) for i in (0, 0, 1)])
+  np.testing.assert_allclose(list(found.values()), expected, rtol=1e-9)
+  assert dear.p_values(LOSS, ["steps"])["weak"] == {"steps": pytest.approx(raw)}
+
+
+def test_there_is_no_p_value_of_one_seed_or_of_identical_curves():
+  one = result_of(sgd=(HIGH[:1],), adam=(LOW[:1],))
+  assert np.isnan(list(one.p_values(LOSS)["adam"].values())).all()
+  result = result_of(sgd=(HIGH,), adam=(LOW,), same=(HIGH,))
+  assert np.isnan(list(result.p_values(LOSS)["same"].values())).all()
+  # An identical method is no comparison by chance, so nothing is corrected for it.
+  assert "Holm" not in result.conclusion()
 
 
 def test_a_table_compares_at_each_budget():
@@ -276,8 +393,8 @@ def test_some_diverged_seeds_are_left_out_of_pairs():
     a=([[3, 2, 1]] * 2, (1, 2, 3), (2, 4, 6)), b=([lost] * 2, (1, 2, 3), (1, 2, 3))
   )
   # A method that always diverged sets no budget.
-  assert result.budget("seconds") == 6
-  assert result_of(a=([lost],)).budget("seconds") == 3
+  assert result.budget("b", "seconds") == 6
+  assert result_of(a=([lost],)).budget("a", "seconds") == 3
   # A seed that diverged has no values even where its curve is finite.
   late = ([[3, 2, np.nan], [3, 2, 1]], (1, 2, 3), (2, 4, 6))
   result = result_of(a=([[3, 2, 1]] * 2, (1, 2, 3), (1, 2, 2.5)), b=late)
@@ -307,6 +424,14 @@ def test_the_picture_has_a_panel_for_each_quantity_and_budget(raced):
   both = raced.plot(quantities=raced.quantities, against=["steps"])
   titles = [axes.get_title(loc="left") for axes in both.axes]
   assert titles == ["error", "training loss (logarithmic)"]
+
+
+def test_dotted_lines_mark_where_the_cheaper_of_each_pair_ends():
+  axes = result_of(sgd=SLOW, adam=QUICK, cheap=CHEAP).plot().figure.axes[2]
+  curves = {line.get_label(): line.get_color() for line in axes.get_lines()}
+  dotted = [line for line in axes.get_lines() if line.get_linestyle() == ":"]
+  ends = {line.get_xdata()[0]: line.get_color() for line in dotted}
+  assert ends == {3: curves["sgd"], 1.5: curves["cheap"]}
 
 
 @pytest.mark.parametrize("last", [1e-8, 0.01, 0.4])
@@ -582,11 +707,16 @@ def test_an_error_names_the_method_that_was_trained():
 def test_questions_about_unknown_names_are_refused(raced):
   for ask in (
     lambda: raced.values("x", LOSS),
-    lambda: raced.budget("x"),
+    lambda: raced.budget("x", "steps"),
+    lambda: raced.budget("sgd", "x"),
+    lambda: raced.p_values("x"),
+    lambda: raced.p_values(LOSS, ["x"]),
     lambda: raced.values("sgd", "x"),
     lambda: raced.plot(quantities=["x"]),
   ):
-    with pytest.raises(ValueError, match=r"`(name|of|quantit\w+)` must be one of '.*; got 'x'"):
+    with pytest.raises(
+      ValueError, match=r"`(name|of|budgets|quantit\w+)` must be one of '.*; got 'x'"
+    ):
       ask()
 
 
