@@ -41,10 +41,6 @@ class Selection(NamedTuple):
   paths: frozenset[str]
   named: bool
 
-  def normalizes_by_batch(self, path_is_chosen: bool, frozen: bool | None) -> bool:
-    """Whether a use of a BatchNorm is estimated, else it normalizes by its running statistics."""
-    return path_is_chosen and (self.named or not frozen)
-
 
 def select(
   paths: Sequence[str], only: str | Sequence[str] | None, exclude: str | Sequence[str] | None

@@ -152,7 +152,7 @@ class _OfBatch:
     x, (flag,) = args[:1], args[1:] or (kwargs.get("use_running_average"),)
     frozen = norm.use_running_average if flag is None else flag
     is_chosen = norm.has_variable(_COLLECTION, "uses")
-    by_batch = self.selection.normalizes_by_batch(is_chosen, frozen)
+    by_batch = is_chosen and (self.selection.named or not frozen)
     # Outside of the training's `shard_map` the batch is whole.
     axis_name = _base.bound_axis(norm.axis_name)
     settings = {"momentum": 0.0, "use_running_average": None, "axis_name": axis_name}

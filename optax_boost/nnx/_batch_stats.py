@@ -121,7 +121,7 @@ def estimate_batch_stats(
     norm.use_running_average = norms[path].use_running_average
     kind: Any = type(norm)
     norm.__class__ = _averaging(kind)
-    norm.selection, norm.is_chosen = selection, path in selection.paths
+    norm.is_chosen, norm.is_named = path in selection.paths, selection.named
     for name in _SUMS:
       setattr(norm, name, nnx.BatchStat(jnp.zeros_like(norm.mean[...])))
   # Of one function and structure, all share a compiled program.
@@ -153,8 +153,8 @@ class _Averaging(nnx.BatchNorm):
   """A BatchNorm that averages the statistics of all its uses in a forward pass."""
 
   axis_name: Any
-  selection: _batch_stats.Selection
   is_chosen: bool
+  is_named: bool
   batch_mean: nnx.BatchStat[jax.Array]
   batch_var: nnx.BatchStat[jax.Array]
   uses: nnx.BatchStat[jax.Array]
@@ -162,7 +162,7 @@ class _Averaging(nnx.BatchNorm):
 
   def __call__(self, x: Any, use_running_average: bool | None = None, **kwargs: Any) -> Any:
     frozen = self.use_running_average if use_running_average is None else use_running_average
-    if not self.selection.normalizes_by_batch(self.is_chosen, frozen):
+    if not self.is_chosen or (frozen and not self.is_named):
       self.frozen_uses[...] += 1
       return super().__call__(x, use_running_average=True, **kwargs)
     running = self.mean[...], self.var[...]
