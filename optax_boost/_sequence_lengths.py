@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
 import math
+import re
 from typing import Any
 from typing import Literal
 from typing import TypeAlias
@@ -31,8 +32,11 @@ from optax_boost import _tree
 # Each length is a shape of the batch, for which a train step is compiled.
 _MOST_LENGTHS = 5
 _FIRST_SHARE = 8
-# The sequence axis of a leaf, its two axes if it is a mask of pairs, or its treatment if none.
-LeafAxes: TypeAlias = int | tuple[int, int] | Literal["repeat", "keep"]
+# How a leaf of a batch is cut: along an axis, or both axes of a mask of pairs, or as a word says.
+LeafAxes: TypeAlias = int | tuple[int, int] | Literal["positions", "repeat", "keep"]
+_WORDS = ("positions", "repeat", "keep")
+# Of probabilities in bfloat16, when they are summed.
+_ROUNDING = 1e-2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,7 +164,7 @@ def sequence_length_warmup(
   span = scale(full_length) - scale(first_length)
   shares = [warmup_fraction * (scale(n) - scale(first_length)) / span for n in lengths]
   starts = [math.floor(share * total_steps) for share in shares]
-  # Of a short training, lengths that would begin in one step: the last of them.
+  # If several lengths would begin in one step of a short training, keep the last.
   kept = [i for i, start in enumerate(starts) if start not in starts[i + 1 :]]
   return LengthSchedule(tuple(lengths[i] for i in kept), tuple(starts[i] for i in kept))
 
@@ -169,65 +173,74 @@ def cut_sequences(
   batch: Any,
   length: int,
   full_length: int,
-  *,
   axes: Mapping[str, LeafAxes] | None = None,
-  batch_axis: int = 0,
 ) -> Any:
   """Cuts each sequence of a batch into windows, which become sequences of a larger batch.
 
-  All tokens are kept, and windows of one sequence lie side by side in the batch, so a batch that is
-  sharded over its sequences stays so, without communication. Leaves of L + 1 tokens, of which a
-  loss takes inputs and targets, give windows of `length` + 1 that overlap by one. Positions that
-  are a leaf keep their values.
+  Axis 0 is the batch's. By default each leaf is cut along axis 1, if this axis has L or L + 1
+  entries and no later one has; every other leaf must be named in `axes`. All tokens are kept, and
+  windows of one sequence lie side by side, so a batch that is sharded over its sequences stays so,
+  without communication. Leaves of L + 1 tokens, of which a loss takes inputs and targets, give
+  windows of `length` + 1 that overlap by one.
 
   Args:
-    batch: a tree of NumPy or JAX arrays, with B sequences along `batch_axis` and L or L + 1 tokens
-      along one other axis; also traced ones, under ``jit``.
+    batch: a tree of NumPy or JAX arrays, with B sequences along axis 0; also traced ones, under
+      ``jit``. Stacked micro-batches are cut by ``jax.vmap``.
     length: of the windows, in tokens, a divisor of L; static. At L the batch is returned as it is.
     full_length: L, the sequence length in tokens; static.
-    axes: what to do with leaves whose shape doesn't tell, by regular expressions that match whole
-      segments of their paths: the sequence axis; two axes of a mask of pairs of tokens, of which
-      the windows' own blocks are kept; ``"repeat"`` for a value of each sequence, which all of its
-      windows get; ``"keep"`` for an array that isn't of sequences. An id of a sequence is right for
-      its windows; a label seldom is, and a length isn't: pass a mask of tokens instead. A leaf that
-      all sequences share, of shape (L,) or (L, L), must be broadcast to each of them.
-    batch_axis: the axis of the sequences, which grows.
+    axes: how to cut leaves, by regular expressions that match whole segments of their paths: the
+      axis of L or L + 1 entries; two such axes, for a mask of pairs of tokens, of which the
+      windows' own blocks are kept; ``"positions"``, to cut positions along axis 1 and let them
+      begin at 0 in each window; ``"repeat"``, to give a value of each sequence to all of its
+      windows; ``"keep"``, for an array that isn't of sequences. An id is right for the windows of
+      its sequence; a label seldom is, and a length isn't: pass a mask of tokens instead.
 
   Returns:
     The batch, with B L / `length` sequences. Scalars and leaves that aren't arrays are unchanged.
 
   Raises:
     TypeError: `length` is traced, or a leaf is an array of another library.
-    ValueError: `length` doesn't divide L; a leaf has no axis of L or L + 1 tokens or two of them,
-      or another number of sequences than the other leaves; `axes` has a pattern that matches no
-      leaf, or would leave a leaf with an axis of L or L + 1 tokens whole.
+    ValueError: `length` doesn't divide L; a leaf must be named; each row of a leaf sums to 1, as
+      probabilities of L classes do, and it isn't named; leaves have unequal numbers of sequences;
+      `axes` has a pattern that matches no leaf, or an axis of another length.
 
   Examples:
     >>> import numpy as np, optax_boost
-    >>> batch = {"tokens": np.arange(9)[None], "mask": np.ones((1, 8))}
-    >>> batch = optax_boost.cut_sequences(batch, 4, full_length=8)
+    >>> batch = {"tokens": np.arange(9)[None], "document": np.array([7])}
+    >>> batch = optax_boost.cut_sequences(batch, 4, 8, axes={"document": "repeat"})
     >>> batch["tokens"]
     array([[0, 1, 2, 3, 4],
            [4, 5, 6, 7, 8]])
-    >>> batch["mask"].shape
-    (2, 4)
+    >>> batch["document"]
+    array([7, 7])
   """
+  return cut(batch, length, full_length, axes, reads_values=True)
+
+
+def cut(
+  batch: Any,
+  length: int,
+  full_length: int,
+  axes: Mapping[str, LeafAxes] | None,
+  *,
+  reads_values: bool,
+) -> Any:
+  """Like :func:`cut_sequences`; asks about leaves of classes only if it `reads_values`."""
   _base.check_whole_number("full_length", full_length, static=True)
   _check_length("length", length, full_length)
-  _base.check_whole_number("batch_axis", batch_axis, minimum=0, static=True)
   leaves, structure = jax.tree.flatten(batch)
   paths = _tree.leaf_paths(batch)
-  shapes = _Shapes(full_length, batch_axis, _count_sequences(leaves, full_length, batch_axis))
-  leaf_axes = [
-    _leaf_axes(path, leaf, asked, shapes)
-    for path, leaf, asked in zip(paths, leaves, asked_axes(axes, paths), strict=True)
+  found = [
+    _treatment(path, leaf, named, full_length, reads_values)
+    for path, leaf, named in zip(paths, leaves, match_axes(axes, paths), strict=True)
   ]
-  _check_sequences(paths, leaves, leaf_axes, shapes)
+  treatments = _check_named(paths, leaves, found, full_length, axes or {})
+  _check_sequences(paths, leaves, treatments)
   if length == full_length:
     return batch
   windows = [
-    leaf if how == "keep" else _windows(leaf, how, length, full_length, batch_axis)
-    for leaf, how in zip(leaves, leaf_axes, strict=True)
+    leaf if how == "keep" else _windows(leaf, how, length, full_length)
+    for leaf, how in zip(leaves, treatments, strict=True)
   ]
   return jax.tree.unflatten(structure, windows)
 
@@ -241,16 +254,16 @@ def _check_length(name: str, length: Any, full_length: int) -> None:
     )
 
 
-def asked_axes(axes: Mapping[str, LeafAxes] | None, paths: list[str]) -> list[LeafAxes | None]:
-  """The treatment of each leaf by the argument `axes`, or None; checks the argument."""
+def match_axes(axes: Mapping[str, LeafAxes] | None, paths: list[str]) -> list[LeafAxes | None]:
+  """What `axes` says of each leaf, or None; checks the argument."""
   if axes is None:
     return [None] * len(paths)
   _base.check_type("axes", axes, Mapping, "a dict from regular expressions to axes")
   for pattern, how in axes.items():
     pair = isinstance(how, tuple) and len(how) == 2 and all(map(_base.is_integer, how))
-    if not (_base.is_integer(how) or pair or how in ("repeat", "keep")):
+    if not (_base.is_integer(how) or pair or (isinstance(how, str) and how in _WORDS)):
       raise TypeError(
-        f"`axes` must give each pattern an axis, two axes, 'repeat' or 'keep'; got"
+        "`axes` must give each pattern an axis, two axes, 'positions', 'repeat' or 'keep'; got"
         f" {_base.shorten(how)} for {pattern!r}."
       )
   treatments = list(axes.values())
@@ -258,193 +271,163 @@ def asked_axes(axes: Mapping[str, LeafAxes] | None, paths: list[str]) -> list[Le
   return [None if index is None else treatments[index] for index in matches]
 
 
-@dataclasses.dataclass(frozen=True)
-class _Shapes:
-  """The numbers with which shapes of a batch's leaves are compared.
-
-  Attributes:
-    full_length: the sequence length L in tokens.
-    batch_axis: the axis of the sequences.
-    sequences: their number B as far as the leaves agree on it, for messages; else None.
-  """
-
-  full_length: int
-  batch_axis: int
-  sequences: int | None
-
-  def token_axes(self, shape: tuple[int, ...]) -> list[int]:
-    """The axes of L or L + 1 entries other than the axis of the sequences."""
-    lengths = (self.full_length, self.full_length + 1)
-    return [i for i, n in enumerate(shape) if n in lengths and i != self.batch_axis]
-
-  def is_shared(self, shape: tuple[int, ...]) -> bool:
-    """Whether a leaf has tokens along the axis of the sequences, or tokens and no such axis."""
-    tokens = bool(self.token_axes(shape))
-    if len(shape) <= self.batch_axis:
-      return tokens
-    if shape[self.batch_axis] - self.full_length not in (0, 1):
-      return False
-    # Unless the other leaves agree on the number of sequences, this may be it.
-    return shape[self.batch_axis] != self.sequences and not (tokens and self.sequences is None)
-
-  def broadcast(self, path: str, shape: tuple[int, ...]) -> str:
-    """The advice for a leaf that all sequences share."""
-    at = self.batch_axis
-    leaf = "leaf" if at == 0 else f"np.expand_dims(leaf, {at})"
-    full = (*shape[:at], self.sequences or "B", *shape[at:])
-    tokens = self.token_axes(tuple(n if isinstance(n, int) else -1 for n in full))
-    pair = f" with axes={{{_pattern(path)}: {tuple(tokens)}}}" if len(tokens) == 2 else ""
-    words = ", ".join(map(str, full))
-    return (
-      f"np.broadcast_to({leaf}, ({words})){pair}, or keep it out of the batch and compute it in the"
-      " loss from the tokens' shape"
+def _treatment(
+  path: str, leaf: Any, named: LeafAxes | None, full_length: int, reads_values: bool
+) -> LeafAxes | None:
+  """How a leaf is cut, its axes not negative; None: it must be named."""
+  name = _leaf_name(path)
+  if not _base.is_any_array(leaf) and hasattr(leaf, "shape") and not isinstance(leaf, np.generic):
+    raise TypeError(
+      f"`batch` must hold NumPy or JAX arrays; got {name} of type {type(leaf).__name__}. Convert it"
+      " with np.asarray."
     )
+  shape = jnp.shape(leaf) if _base.is_any_array(leaf) else ()
+  if not shape:
+    return "keep"
+  long_axes = _long_axes(shape, full_length)
+  if named is None:
+    return 1 if long_axes == [1] and not (reads_values and _holds_classes(leaf)) else None
+  if named in ("repeat", "keep"):
+    return named
+  axes = tuple(axis + len(shape) if axis < 0 else axis for axis in _cut_axes(named))
+  if len(set(axes)) < len(axes) or not set(axes) <= set(long_axes):
+    raise ValueError(
+      f"`axes` must name axes of {full_length} or {full_length + 1} entries, axis 0 not among them,"
+      f" and 'positions' needs them along axis 1; got {named!r} for {name} of shape {shape}."
+    )
+  if named != "positions":
+    return axes if len(axes) == 2 else axes[0]
+  if not _is_real(leaf):
+    raise TypeError(f"'positions' must be of numbers; got {name} of dtype {leaf.dtype}.")
+  return named
 
 
-def leaf_label(path: str) -> str:
+def _cut_axes(how: LeafAxes) -> tuple[int, ...]:
+  """The axes along which a leaf is cut."""
+  if isinstance(how, str):
+    return (1,) if how == "positions" else ()
+  return how if isinstance(how, tuple) else (how,)
+
+
+def _is_real(leaf: Any) -> bool:
+  """Whether an array is of integers or floats."""
+  return jnp.issubdtype(leaf.dtype, jnp.integer) or jnp.issubdtype(leaf.dtype, jnp.floating)
+
+
+def _long_axes(shape: tuple[int, ...], full_length: int) -> list[int]:
+  """The axes of L or L + 1 entries; axis 0 is the batch's, however long it is."""
+  return [i for i, n in enumerate(shape) if i > 0 and n - full_length in (0, 1)]
+
+
+def _holds_classes(leaf: Any) -> bool:
+  """Whether each row sums to 1, as one-hot labels and probabilities do; False if traced."""
+  if jnp.ndim(leaf) != 2 or isinstance(leaf, jax.core.Tracer):
+    return False
+  if not (_is_real(leaf) or leaf.dtype == bool):
+    return False
+  rows = np.asarray(leaf.addressable_data(0) if isinstance(leaf, jax.Array) else leaf)
+
+  def sum_to_one(rows: np.ndarray) -> bool:
+    sums = rows.sum(1, dtype=np.float64)
+    return len(rows) > 0 and bool((rows >= 0).all() and (abs(sums - 1) < _ROUNDING).all())
+
+  return sum_to_one(rows[:1]) and sum_to_one(rows)
+
+
+def _check_named(
+  paths: list[str],
+  leaves: list[Any],
+  treatments: list[LeafAxes | None],
+  full_length: int,
+  axes: Mapping[str, LeafAxes],
+) -> list[LeafAxes]:
+  """The treatments if none is missing and some leaf is cut; else raises ValueError."""
+  shapes: dict[str, tuple[int, ...]] = {
+    path: getattr(leaf, "shape", ()) for path, leaf in zip(paths, leaves, strict=True)
+  }
+  long_axes = {path: _long_axes(shape, full_length) for path, shape in shapes.items()}
+  unnamed = [path for path, how in zip(paths, treatments, strict=True) if how is None]
+  entries = f"{full_length} or {full_length + 1} entries"
+  cut = any(how not in ("repeat", "keep", None) for how in treatments)
+  if not cut and not any(long_axes[path] for path in unnamed):
+    raise ValueError(
+      f"`batch` must have a leaf that is cut, with {entries} along an axis after the first; got"
+      f" {_base.shorten(shapes)}. The full length is the number of tokens that a loss predicts."
+    )
+  if unnamed:
+    counts = {shape[0] for path, shape in shapes.items() if long_axes[path]}
+    # The most specific pattern first, for the first that matches a leaf decides.
+    line = {
+      leaf_pattern(path, paths): _proposal(shapes[path], long_axes[path], counts)
+      for path in sorted(unnamed, key=len, reverse=True)
+    }
+    texts = [
+      f"{_leaf_name(path)} of shape {shapes[path]}"
+      + (", each row of which sums to 1 as of classes" if long_axes[path] == [1] else "")
+      for path in unnamed
+    ]
+    raise ValueError(
+      f"`axes` must say how to cut {'; '.join(texts)}. By default axis 1 is cut, if no later axis"
+      f" has {entries}, too. Pass axes={line | dict(axes)} if this is right; or give an axis, the"
+      " two axes of a mask of pairs of tokens, 'positions' (they begin at 0 in each window),"
+      " 'repeat' (a value of each sequence; instead of a length pass a mask of tokens) or 'keep'"
+      " (not of sequences). Broadcast what all sequences share to each of them."
+    )
+  return [how for how in treatments if how is not None]
+
+
+def _leaf_name(path: str) -> str:
   """A leaf of a batch in messages; the only leaf of a bare array has no path."""
   return f"the leaf '{path}'" if path else "the array"
 
 
-def _pattern(path: str) -> str:
-  """What `axes` calls a leaf by."""
-  return repr(path or ".*")
+def leaf_pattern(path: str, paths: list[str]) -> str:
+  """A regular expression for `axes` that matches a leaf, and no other leaf."""
+  pattern = re.sub(r"([^\w/ -])", r"\\\1", path) or ".*"
+  search = _base.compile_pattern("axes", pattern).search
+  return pattern if sum(map(bool, map(search, paths))) == 1 else f"^{pattern}$"
 
 
-def _count_sequences(leaves: list[Any], full_length: int, batch_axis: int) -> int | None:
-  """The number of sequences, if leaves with an axis of tokens agree on it.
-
-  Leaves of 1, L or L + 1 sequences may be shared by all, and count if there are no others.
-  """
-  shapes = [jnp.shape(leaf) for leaf in leaves if _base.is_any_array(leaf)]
-  of_tokens = _Shapes(full_length, batch_axis, None).token_axes
-  counts = {shape[batch_axis] for shape in shapes if len(shape) > batch_axis and of_tokens(shape)}
-  counts = counts - {1, full_length, full_length + 1} or counts
-  return counts.pop() if len(counts) == 1 else None
+def _proposal(shape: tuple[int, ...], long_axes: list[int], counts: set[int]) -> LeafAxes:
+  """How a leaf that must be named might be cut, by its shape."""
+  if len(long_axes) > 1:
+    return long_axes[-2], long_axes[-1]
+  if long_axes and long_axes != [1]:
+    return long_axes[0]
+  return "repeat" if shape[0] in counts else "keep"
 
 
-def _leaf_axes(path: str, leaf: Any, asked: LeafAxes | None, shapes: _Shapes) -> LeafAxes:
-  """The sequence axis of a leaf, or its pair of them, not negative; or how it is treated."""
-  name, pattern = leaf_label(path), _pattern(path)
-  if not _base.is_any_array(leaf):
-    if hasattr(leaf, "shape") and not isinstance(leaf, np.generic):
-      raise TypeError(
-        f"`batch` must hold NumPy or JAX arrays; got {name} of type {type(leaf).__name__}. Convert"
-        " it with np.asarray."
-      )
-    return "keep"
-  shape = jnp.shape(leaf)
-  if not shape:
-    return "keep"
-  batch_axis, fits = shapes.batch_axis, shapes.token_axes(shape)
-  lengths = f"{shapes.full_length} or {shapes.full_length + 1} tokens"
-  of_tokens = bool(fits) and len(shape) > batch_axis
-  if asked == "keep" and not of_tokens:
-    return asked
-  if shapes.is_shared(shape):
-    raise _shared(path, shape, shapes)
-  if isinstance(asked, str) and of_tokens:
-    raise ValueError(
-      f"`axes` must cut each leaf that has an axis of {lengths}, for whole sequences don't belong"
-      f" to the windows of other leaves; got {asked!r} for {name} of shape {shape}. Say its"
-      " sequence axis, or cut the batch without it."
-    )
-  if len(shape) <= batch_axis:
-    raise ValueError(
-      f"`batch_axis` {batch_axis} must be an axis of each leaf that is cut or repeated; got {name}"
-      f" of shape {shape}. A value of each sequence needs that axis, by np.expand_dims; say"
-      f" axes={{{pattern}: 'keep'}} for an array that isn't of sequences."
-    )
-  if asked is None:
-    if len(fits) == 1:
-      return fits[0]
-    problem = f"no axis of {lengths}"
-    advice = (
-      f"Say axes={{{pattern}: 'repeat'}} for a value that holds for each window of its sequence, as"
-      " an id does. A length doesn't: pass a mask of tokens. Say 'keep' for an array that isn't of"
-      " sequences."
-    )
-    if any(n > 1 for i, n in enumerate(shape) if i != batch_axis):
-      advice += " If it is of tokens, `full_length` must be their number."
-    if shape[batch_axis] - shapes.full_length in (0, 1):
-      advice += f" If all sequences share it, pass {shapes.broadcast(path, shape)}."
-    if fits:
-      problem = f"the axes {', '.join(map(str, fits))}, which could all be of the tokens"
-      advice = (
-        f"Say axes={{{pattern}: {tuple(fits[:2])}}} if it is a mask of pairs of tokens, else the"
-        f" one axis, as in axes={{{pattern}: {fits[0]}}}."
-      )
-    raise ValueError(
-      f"`batch` must have one sequence axis in each leaf; {name} of shape {shape} has {problem}."
-      f" {advice}"
-    )
-  if isinstance(asked, str):
-    return asked
-  wanted = asked if isinstance(asked, tuple) else (asked,)
-  chosen = tuple(axis % len(shape) if -len(shape) <= axis < len(shape) else axis for axis in wanted)
-  if len(set(chosen)) < len(chosen) or not set(chosen) <= set(fits):
-    raise ValueError(
-      f"`axes` must name axes of {lengths} other than `batch_axis` {batch_axis}; got {asked} for"
-      f" {name} of shape {shape}."
-    )
-  return chosen if len(chosen) == 2 else chosen[0]
-
-
-def _shared(path: str, shape: tuple[int, ...], shapes: _Shapes) -> ValueError:
-  """The error for a leaf that all sequences share, whose windows need different parts of it."""
-  return ValueError(
-    f"`batch` must have an axis of sequences in each leaf, axis {shapes.batch_axis};"
-    f" {leaf_label(path)} of shape {shape} has axes of tokens alone, so all sequences share it."
-    f" Give each sequence its own by {shapes.broadcast(path, shape)}."
-  )
-
-
-def _check_sequences(
-  paths: list[str], leaves: list[Any], leaf_axes: list[LeafAxes], shapes: _Shapes
-) -> None:
-  """Checks that some leaf has a sequence axis, and all have equally many sequences."""
-  if all(isinstance(how, str) for how in leaf_axes):
-    raise ValueError(
-      f"`batch` must have a leaf with an axis of {shapes.full_length} or {shapes.full_length + 1}"
-      f" tokens; got shapes {_base.shorten([jnp.shape(leaf) for leaf in leaves])}."
-    )
+def _check_sequences(paths: list[str], leaves: list[Any], treatments: list[Any]) -> None:
+  """Raises ValueError unless all leaves that are cut or repeated have equally many sequences."""
   counts = {
-    path: jnp.shape(leaf)[shapes.batch_axis]
-    for path, leaf, how in zip(paths, leaves, leaf_axes, strict=True)
+    path: jnp.shape(leaf)[0]
+    for path, leaf, how in zip(paths, leaves, treatments, strict=True)
     if how != "keep"
   }
-  if len(set(counts.values())) == 1:
-    return
-  for path, leaf in zip(paths, leaves, strict=True):
-    # Unless the other leaves agree on the number of sequences, one may be it.
-    if counts.get(path) == 1 and shapes.sequences is not None:
-      shape = list(jnp.shape(leaf))
-      shape[shapes.batch_axis] = shapes.sequences
-      raise ValueError(
-        f"`batch` must have {shapes.sequences} sequences in each leaf; {leaf_label(path)} of shape"
-        f" {jnp.shape(leaf)} has one, which all share. Give each sequence its own by"
-        f" np.broadcast_to(leaf, {tuple(shape)})."
-      )
-  found = ", ".join(f"{count} in '{path}'" for path, count in list(counts.items())[:8])
-  raise ValueError(
-    f"`batch` must have equally many sequences in all leaves, along axis {shapes.batch_axis}; got"
-    f" {found}. A leaf that all sequences share must be broadcast to them, as by"
-    " np.broadcast_to(leaf, shape)."
-  )
+  if len(set(counts.values())) > 1:
+    raise ValueError(
+      "`batch` must have equally many sequences in all leaves, along axis 0; got"
+      f" {_base.shorten(counts)}. A leaf that all sequences share must be broadcast to them, as by"
+      " np.broadcast_to(leaf, shape)."
+    )
 
 
-def _windows(leaf: Any, how: LeafAxes, length: int, full_length: int, batch_axis: int) -> Any:
+def _windows(leaf: Any, how: LeafAxes, length: int, full_length: int) -> Any:
   """A leaf's windows as sequences: those of the first sequence, of the second, and so on."""
-  numpy = np if isinstance(leaf, np.ndarray) else jnp
+  numpy: Any = np if isinstance(leaf, np.ndarray) else jnp
   shape = jnp.shape(leaf)
 
   def window(start: int) -> Any:
     index = [slice(None)] * len(shape)
-    for axis in () if isinstance(how, str) else how if isinstance(how, tuple) else (how,):
+    for axis in _cut_axes(how):
       # A leaf of L + 1 tokens has one more at its end.
       index[axis] = slice(start, start + length + shape[axis] - full_length)
     return leaf[tuple(index)]
 
-  stacked = numpy.stack(list(map(window, range(0, full_length, length))), batch_axis + 1)
-  merged = (*stacked.shape[:batch_axis], -1, *stacked.shape[batch_axis + 2 :])
-  return stacked.reshape(merged)
+  stacked = numpy.stack(list(map(window, range(0, full_length, length))), 1)
+  windows = stacked.reshape(-1, *stacked.shape[2:])
+  if how != "positions":
+    return windows
+  # Positions of packed sequences that begin within a window are less than its own.
+  own = numpy.arange(windows.shape[1], dtype=windows.dtype)
+  return numpy.minimum(windows, own.reshape(-1, *[1] * (windows.ndim - 2)))

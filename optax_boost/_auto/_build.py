@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from collections.abc import Mapping
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -19,9 +18,9 @@ from optax_boost import _less_bn
 from optax_boost import _sequence_lengths
 from optax_boost import _tree
 from optax_boost._auto import _config
+from optax_boost._auto import _first_windows
 from optax_boost._auto import _levels
 from optax_boost._auto import _methods
-from optax_boost._auto import _tokens
 from optax_boost._trace import _layer_axes
 from optax_boost._trace import _layer_groups
 
@@ -37,11 +36,12 @@ class AutoBoost:
     why: the reason of each method, on or off.
     ignored: the configuration's keys without effect, and why.
     key: the seed of the freezing schedule.
+    axes: how :meth:`batch` cuts leaves that aren't cut along axis 1.
     effects: of methods by name, what :meth:`model` and :meth:`optimizer` changed when they were
       last called, and whether that was anything.
     length_schedule: the sequence lengths that :meth:`batch` cuts to; None: batches stay whole.
-    of_tokens: whether the model is known to be one of tokens.
-    axes: what :meth:`batch` does with leaves whose shape doesn't tell, of :meth:`optimizer`.
+    batches: the number of batches that were passed to :meth:`batch` of a level for tokens.
+    cut_batches: how many of them were cut.
   """
 
   title: str
@@ -49,39 +49,56 @@ class AutoBoost:
   why: dict[str, str]
   ignored: str = ""
   key: jax.Array | int = 0
+  axes: Mapping[str, _sequence_lengths.LeafAxes] | None = None
   effects: dict[str, tuple[str, bool]] = dataclasses.field(
     default_factory=dict, compare=False, repr=False
   )
   length_schedule: _sequence_lengths.LengthSchedule | None = dataclasses.field(
     default=None, compare=False, repr=False
   )
-  of_tokens: bool = dataclasses.field(default=False, compare=False, repr=False)
-  axes: Mapping[str, _sequence_lengths.LeafAxes] | None = dataclasses.field(
-    default=None, compare=False, repr=False
-  )
+  batches: int = dataclasses.field(default=0, compare=False, repr=False)
+  cut_batches: int = dataclasses.field(default=0, compare=False, repr=False)
 
   def __post_init__(self) -> None:
-    warmup = self.on.get(_levels.SEQUENCES, {})
-    if warmup.get("full_length") is not None:
-      self._warm_up(**warmup)
+    if (warmup := self.on.get(_levels.SEQUENCES)) is not None:
+      self.length_schedule = _sequence_lengths.sequence_length_warmup(**warmup)
 
   def explain(self) -> str:
     """A table: each method, whether it is on, why, its settings, and what it did.
 
-    After :meth:`model` and :meth:`optimizer` were called it tells what they changed, and a method
-    that changed nothing is off.
+    Its first line says whether the level is one for images or for tokens. After :meth:`model` and
+    :meth:`optimizer` were called it tells what they changed, and after the training how many
+    batches were cut. A method that changed nothing is off, and a schedule that has cut no batch.
     """
     lines = [self.title]
     for name, reason in self.why.items():
       settings = ", ".join(f"{k}={v!r}" for k, v in self.on.get(name, {}).items())
       effect, acts = self.effects.get(name, ("", True))
+      if self.length_schedule is not None and name == _levels.SEQUENCES:
+        effect = "\n".join([*self._sequences(self.length_schedule), *filter(None, [effect])])
+        acts = self.cut_batches > 0
       word = "on " if name in self.on and acts else "off"
       lines.append(f"{name:22} {word}  {reason:38}  {settings}")
-      if effect:
-        lines.append(f"{'':27} here: {effect}")
+      lines += [f"{'':27} here: {line}" for line in effect.splitlines()]
     if self.ignored:
       lines.append(f"without effect: {self.ignored}")
     return "\n".join(map(str.rstrip, lines))
+
+  def _sequences(self, schedule: _sequence_lengths.LengthSchedule) -> list[str]:
+    """The lengths, the batches that were cut, and which targets are lost."""
+    full = schedule.full_length
+    begins = ", ".join(
+      f"{n} from step {step}" for n, step in zip(schedule.lengths, schedule.starts, strict=True)
+    )
+    cut = f"{self.cut_batches} of {self.batches} batches were cut"
+    if not self.batches:
+      cut = "no batch was cut: call `boost.batch(batch, step)` for each"
+    return [
+      f"sequences of {begins}",
+      cut,
+      f"a loss that shifts sequences of {full} tokens itself loses the last target of each window;"
+      f" sequences of {full + 1} lose none",
+    ]
 
   def model(self, less_bn: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
     """Prepares a Flax model for training; it is traced with its arguments.
@@ -110,63 +127,29 @@ class AutoBoost:
 
     return less_bn(model, *args, fn_flag=settings["fn_flag"], on_plan=record, **kwargs)
 
-  def batch(
-    self,
-    batch: Any,
-    step: int,
-    *,
-    axes: Mapping[str, _sequence_lengths.LeafAxes] | None = None,
-    batch_axis: int = 0,
-  ) -> Any:
+  def batch(self, batch: Any, step: int) -> Any:
     """The batch of a step, its sequences cut to the length that the level has there.
 
     Call it for every batch, at each level, before the train step or in the loader: where nothing is
-    to cut, it returns the batch as it is.
+    to cut, it returns the batch as it is. :meth:`explain` counts the calls of its own process.
 
     Args:
       batch: a tree of arrays, as for :func:`cut_sequences`.
       step: the number of the optimizer step, from 0; with :func:`accumulate`, not of a micro-step.
-      axes: as for :func:`cut_sequences`. None: the argument of :meth:`optimizer`.
-      batch_axis: the axis of the sequences.
 
     Raises:
-      ValueError: the level warms up sequences, and neither was :meth:`optimizer` called with a loss
-        nor `sequence_length` given; `axes` is given, and :meth:`optimizer` found that batches stay
-        whole.
+      ValueError: of a level for tokens, a leaf must be named in the argument `axes` of
+        :func:`auto_boost`, as :func:`cut_sequences` says.
     """
     if self.length_schedule is None:
-      if _levels.SEQUENCES in self.on and _levels.SEQUENCES not in self.effects:
-        raise ValueError(
-          "The length of the sequences is not known: call `boost.optimizer(tx, loss_fn, params,"
-          " ...)` with the loss and a batch first, or pass `sequence_length` to `auto_boost`."
-        )
-      if axes is not None and _levels.SEQUENCES in self.on:
-        raise _no_effect_of_axes(self.effects[_levels.SEQUENCES][0])
       return batch
     length, full = self.length_schedule(step), self.length_schedule.full_length
-    axes = self.axes if axes is None else axes
-    return _sequence_lengths.cut_sequences(batch, length, full, axes=axes, batch_axis=batch_axis)
-
-  def _find_sequences(self, tokens: _tokens.TokenBatch) -> None:
-    """Warms up the sequences of a batch of tokens if it can be cut."""
-    self.of_tokens = bool(tokens.names)
-    self.length_schedule = None
-    if tokens.full_length is None:
-      effect = f"whole batches: {tokens.reason}"
-      if self.axes is not None:
-        raise _no_effect_of_axes(effect)
-      self.effects[_levels.SEQUENCES] = effect, False
-      return
-    warmup = self.on[_levels.SEQUENCES] | {"full_length": tokens.full_length}
-    self._warm_up(source=f"the loss looks {tokens.names[0]} up; ", **warmup)
-
-  def _warm_up(self, *, source: str = "", **warmup: Any) -> None:
-    schedule = _sequence_lengths.sequence_length_warmup(**warmup)
-    self.length_schedule, self.of_tokens = schedule, True
-    begins = ", ".join(
-      f"{n} from step {step}" for n, step in zip(schedule.lengths, schedule.starts, strict=True)
-    )
-    self.effects[_levels.SEQUENCES] = f"{source}sequences of {begins}", True
+    # Masks may look like classes in a later batch, by chance.
+    first = self.batches == 0
+    windows = _sequence_lengths.cut(batch, length, full, self.axes, reads_values=first)
+    self.batches += 1
+    self.cut_batches += length < full
+    return windows
 
   def optimizer(
     self,
@@ -175,7 +158,6 @@ class AutoBoost:
     params: optax.Params | None = None,
     *args: Any,
     groups: Any = None,
-    axes: Mapping[str, _sequence_lengths.LeafAxes] | None = None,
   ) -> optax.GradientTransformationExtraArgs:
     """Puts the methods that are on around an optimizer.
 
@@ -184,21 +166,19 @@ class AutoBoost:
 
     Args:
       tx: the optimizer.
-      loss_fn: the loss ``loss_fn(params, *args)``, whose trace gives the layers, in scans, too. Of
-        Flax models: ``loss, params, model_state = nnx.split_loss(...)``, or ``linen.split_loss``.
+      loss_fn: the loss ``loss_fn(params, *args)``, whose trace gives the layers, in scans, too; a
+        level for tokens computes it once, of the batch's first windows. Of Flax models: ``loss,
+        params, model_state = nnx.split_loss(...)``, or ``linen.split_loss``.
       params: the params.
       *args: the loss's other arguments; of a Flax model its model state, then a batch.
       groups: groups of :func:`layer_groups`, or regular expressions, instead of a trace.
-      axes: of a model of tokens, what :meth:`batch` does with leaves of a batch whose shape doesn't
-        tell, as for :func:`cut_sequences`.
 
     Raises:
       ValueError: freezing is on without groups or a loss, or with too few layers; `dim_reduce` is
-        on without params or a subspace; `axes` is given, and batches can't be cut.
+        on without params or a subspace; `groups` are given to a level for tokens; the loss of the
+        first windows isn't finite, or positions in the batch run past a table of the model.
     """
     tx = _base.check_transformation("tx", tx)
-    _sequence_lengths.asked_axes(axes, [])
-    self.axes = axes
     if params is not None:
       _tree.check_inexact(params, "auto_boost", _tree.KEEP_OUT)
     if "dim_reduce" in self.on:
@@ -207,27 +187,20 @@ class AutoBoost:
     has_loss = loss_fn is not None and params is not None
     loss: Any = loss_fn
 
-    @functools.cache
-    def program() -> Any:
-      return _layer_axes.trace(loss, params, args)
-
-    warmup = self.on.get(_levels.SEQUENCES)
-    if has_loss and warmup is not None and warmup["full_length"] is None:
-      self._find_sequences(_tokens.find_tokens(program(), loss, params, args, axes))
-    on = dict(self.on)
-    if self.of_tokens:
-      for name in _levels.NOT_OF_TOKENS:
-        if name in on and not (name == _levels.FREEZE and groups is not None):
-          del on[name]
-          self.effects[name] = _levels.GAINS_NOTHING, False
-      if self.length_schedule is None and not set(on) - {_levels.SEQUENCES, "less_bn"}:
-        effect, _ = self.effects[_levels.SEQUENCES]
-        _base.warn(
-          f"{self.title} turns nothing on for this model of tokens; {effect}", _base.NoEffectWarning
+    on = self.on
+    if self.length_schedule is not None:
+      if groups is not None:
+        raise ValueError(
+          "`groups` must be None at a level for tokens, which freezes no layers; put"
+          " optax_boost.freeze_layers(boost.optimizer(...), groups, schedule) around it."
         )
+      tried = has_loss and _first_windows.check_first_windows(
+        loss, params, args, self.length_schedule, self.axes
+      )
+      untried = "the loss of windows was not tried: the optimizer got no loss, params and batch"
+      self.effects[_levels.SEQUENCES] = "" if tried else untried, True
     if "less_bn" in on and "gc_flag" not in on["less_bn"]:  # a level's
-      effect = "" if self.of_tokens else "`boost.model` was not called"
-      self.effects.setdefault("less_bn", (effect, False))
+      self.effects.setdefault("less_bn", ("`boost.model` was not called", False))
     ours = _levels.FREEZE in on  # a level's, of convolutions only
     freeze = _levels.FREEZE if ours else "grad_freeze"
     freezing = on.get(freeze, {})
@@ -235,7 +208,7 @@ class AutoBoost:
     layers: Any = None
     if has_loss and (centralizes or freezing or "adasum" in on):
       flags = _layer_axes.data_flags(loss, args)
-      layers = _layer_axes.describe(program(), params, flags)
+      layers = _layer_axes.describe(_layer_axes.trace(loss, params, args), params, flags)
     # From the inside out. A new method joins here and in `_levels`.
     if centralizes:
       centralize = _centralization.centralize(layers=layers)
@@ -278,10 +251,6 @@ class AutoBoost:
     return tx
 
 
-def _no_effect_of_axes(effect: str) -> ValueError:
-  return ValueError(f"`axes` must be of batches that are cut; got {effect}")
-
-
 def _centralized(layers: _layer_axes.LayerAxes | None) -> tuple[str, bool]:
   """The effect of centralization in words, and whether it acts."""
   if layers is None:
@@ -298,9 +267,10 @@ def _convolves(layers: _layer_axes.LayerAxes) -> bool:
 
 def auto_boost(
   level: str = "O0",
-  *,
   total_steps: int | None = None,
+  *,
   sequence_length: int | None = None,
+  axes: Mapping[str, _sequence_lengths.LeafAxes] | None = None,
   axis_name: Any = None,
   local_axis_name: Any = None,
   config: _config.Config = None,
@@ -311,18 +281,19 @@ def auto_boost(
   For Flax models, :meth:`AutoBoost.model` also removes BatchNorms.
 
   Args:
-    level: ``"O0"``: nothing; ``"O1"``: fewer BatchNorms, centralized gradients, an average of the
-      params over the last quarter of the training, to evaluate (:func:`averaged_params`), and, with
-      `groups` or where most kernels are convolutions, the first half of the layers frozen in the
-      last 30 %; ``"O2"``: frozen in the last 45 %, and adaptive summation of gradients over
-      `axis_name`. Let the learning rate decay. For a model of tokens, sequences that grow over half
-      of the steps (``"O2"``: three quarters; :meth:`AutoBoost.batch`) instead of centralized
-      gradients, the average and frozen layers, which are off even if its batches can't be cut.
-      With a `config`: MindSpore's level.
+    level: ``"O0"``: nothing. For images, ``"O1"``: fewer BatchNorms, centralized gradients, an
+      average of the params over the last quarter of the training, to evaluate
+      (:func:`averaged_params`), and, with `groups` or where most kernels are convolutions, the
+      first half of the layers frozen in the last 30 %; ``"O2"``: frozen in the last 45 %, and
+      adaptive summation of gradients over `axis_name`. For tokens, by `sequence_length`, ``"O1"``:
+      sequences that grow over half of the steps (:meth:`AutoBoost.batch`); ``"O2"``: over three
+      quarters, and adaptive summation. Let the learning rate decay. With a `config`: MindSpore's
+      level.
     total_steps: the number of optimizer steps of the training; ``"O1"`` and ``"O2"`` need it.
-    sequence_length: the full length of the sequences of a batch in tokens, as for
-      :func:`cut_sequences`; then ``"O1"`` and ``"O2"`` warm up sequences in any case. None: they do
-      if the loss of :meth:`AutoBoost.optimizer` looks the tokens of a batch up in its params.
+    sequence_length: declares a model of tokens: the full length of the sequences, as for
+      :func:`cut_sequences`, which is the number of tokens that the loss predicts. None: a level for
+      images.
+    axes: how to cut leaves of a batch that aren't cut along axis 1, as for :func:`cut_sequences`.
     axis_name: the named axis of `adasum`, as for :func:`adasum`. None: one replica.
     local_axis_name: a further axis over the devices of a server, averaged first. None: none.
     config: MindSpore's ``boost_config_dict``, word for word, as a dict, a path of a JSON file, or
@@ -336,7 +307,8 @@ def auto_boost(
     An :class:`AutoBoost`, used as below; ``print(boost.explain())`` shows it.
 
   Raises:
-    ValueError: a level, block or key is unknown, or a value can't be honoured.
+    ValueError: a level, block or key is unknown, or a value can't be honoured; `axes` without
+      `sequence_length`, or this with a `config`.
 
   Examples:
     >>> import jax.numpy as jnp, optax, optax_boost
@@ -347,14 +319,14 @@ def auto_boost(
     >>> tx = boost.optimizer(optax.sgd(0.1), loss_fn, params, jnp.eye(3))
     >>> step = optax_boost.make_train_step(loss_fn, tx)
     >>> list(boost.on)
-    ['sequence_length_warmup', 'less_bn', 'centralize', 'freeze_layers', 'average_params']
+    ['less_bn', 'centralize', 'freeze_layers', 'average_params']
   """
   _base.check_type("level", level, str, f"one of {', '.join(map(repr, _levels.LEVELS))}")
   if level not in _levels.LEVELS:
     hint = _config.nearest(level.upper(), _levels.LEVELS)
     raise ValueError(f"There is no level {_base.shorten(level)}.{hint}")
-  axes = {"axis_name": axis_name, "local_axis_name": local_axis_name}
-  for argument, name in axes.items():
+  mesh_axes = {"axis_name": axis_name, "local_axis_name": local_axis_name}
+  for argument, name in mesh_axes.items():
     _base.check_axis_name(argument, name)
   if axis_name is None and local_axis_name is not None:
     raise ValueError(
@@ -364,12 +336,23 @@ def auto_boost(
     _base.check_whole_number("total_steps", total_steps, static=True)
   if sequence_length is not None:
     _base.check_whole_number("sequence_length", sequence_length, static=True)
+  _sequence_lengths.match_axes(axes, [])
+  if axes is not None and sequence_length is None:
+    raise ValueError(f"`axes` must be None without `sequence_length`; got {_base.shorten(axes)}.")
   _base.as_key("key", key)
   if config is None:
-    decision = _levels.decide_level(level, total_steps, sequence_length, axes)
-    return AutoBoost(f"level {level}", *decision, key=key)
+    title = f"level {level} for images; for tokens pass `sequence_length`"
+    if sequence_length is not None:
+      title = f"level {level} for tokens, sequences of {sequence_length}"
+    decision = _levels.decide_level(level, total_steps, sequence_length, mesh_axes)
+    return AutoBoost(title, *decision, key=key, axes=axes)
   values = _config.read_config(config)
-  on, why, ignored = _levels.decide_config(level, values, axes)
+  if sequence_length is not None:
+    raise ValueError(
+      "`sequence_length` must be None with a `config`, for MindSpore's levels leave sequences"
+      f" whole; got {sequence_length}."
+    )
+  on, why, ignored = _levels.decide_config(level, values, mesh_axes)
   if ignored:
     message = f"keys of MindSpore's configuration without effect here: {ignored}."
     _base.warn(message, _base.NoEffectWarning)

@@ -18,9 +18,8 @@ _AVERAGES_FROM, _SNAPSHOTS = 0.75, 20
 # The methods of our levels have their public names, those of a configuration MindSpore's.
 SEQUENCES = "sequence_length_warmup"
 CENTRALIZE, FREEZE, AVERAGE = "centralize", "freeze_layers", "average_params"
-# What brought a tuned transformer nothing, or less than nothing, with whole batches, too.
-NOT_OF_TOKENS = (CENTRALIZE, FREEZE, AVERAGE)
-GAINS_NOTHING = "a model of tokens gains nothing by it"
+# A tuned transformer gains nothing by these, with whole batches, too.
+_NOT_FOR_TOKENS = ("less_bn", CENTRALIZE, FREEZE, AVERAGE)
 # The share of the steps before sequences are full. A larger one takes less time, and trains learned
 # positions of the last half in few steps: O2 gains less with them.
 _WARMUP_FRACTION = {"O1": 0.5, "O2": 0.75}
@@ -40,30 +39,43 @@ def decide_level(
       f"level {level!r} follows the training from its first step to its last, so `total_steps` must"
       " be its number of optimizer steps; got None."
     )
+  if sequence_length is None:
+    on = _for_images(level, total_steps)
+    why = dict.fromkeys(on, f"in level {level}")
+    why[FREEZE] += ", where most kernels convolve; else it gains nothing"
+  else:
+    on = _for_tokens(level, total_steps, sequence_length)
+    why = dict.fromkeys(on, f"in level {level}")
+    why |= dict.fromkeys(_NOT_FOR_TOKENS, "a model of tokens gains nothing by it")
+  if level == "O1":
+    why["adasum"] = f"not in level {level}"
+  elif axes["axis_name"] is None:
+    why["adasum"] = _ONE_REPLICA
+  else:
+    on["adasum"], why["adasum"] = {"on": "gradients", **axes}, f"in level {level}"
+  return on, why, ""
+
+
+def _for_images(level: str, total_steps: int) -> dict[str, dict[str, Any]]:
+  """The settings of the methods of a level for images, but for `adasum`."""
   start = round(_AVERAGES_FROM * total_steps)
-  warmup = {
-    "full_length": sequence_length,
-    "total_steps": total_steps,
-    "warmup_fraction": _WARMUP_FRACTION[level],
-    "growth": "linear",
-  }
-  on: dict[str, dict[str, Any]] = {
-    SEQUENCES: warmup,
+  return {
     "less_bn": {"fn_flag": False},
     CENTRALIZE: {},
     FREEZE: {"param_groups": 2, "first": _FREEZES_FROM[level], "total_steps": total_steps},
     AVERAGE: {"start": start, "every": max(1, round((total_steps - start) / _SNAPSHOTS))},
-    "adasum": {"on": "gradients", **axes},
   }
-  why = dict.fromkeys(on, f"in level {level}")
-  why[SEQUENCES] += ", where the loss looks tokens up"
-  why[FREEZE] += ", where most kernels convolve; else it gains nothing"
-  if level == "O1" or axes["axis_name"] is None:
-    del on["adasum"]
-    why["adasum"] = f"not in level {level}" if level == "O1" else _ONE_REPLICA
-  if sequence_length is not None:
-    why[SEQUENCES] = f"in level {level}, for `sequence_length` is given"
-  return on, why, ""
+
+
+def _for_tokens(level: str, total_steps: int, full_length: int) -> dict[str, dict[str, Any]]:
+  """The settings of the methods of a level for tokens, but for `adasum`."""
+  warmup = {
+    "full_length": full_length,
+    "total_steps": total_steps,
+    "warmup_fraction": _WARMUP_FRACTION[level],
+    "growth": "linear",
+  }
+  return {SEQUENCES: warmup}
 
 
 def decide_config(level: str, config: dict[str, dict[str, Any]], axes: dict[str, Any]) -> Decision:
