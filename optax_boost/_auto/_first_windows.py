@@ -7,6 +7,7 @@ for a window of padding. In a training both are NaN, or nothing shows if JAX cla
 
 from collections.abc import Callable
 from collections.abc import Mapping
+import contextlib
 import math
 from typing import Any
 from typing import NamedTuple
@@ -108,12 +109,11 @@ def _loss_of_batch(
   plain = jax.jit(loss)
 
   def compute(batch: Any) -> _Result:
-    try:
+    # `checkify` can't rewrite every program: not all that are rematerialized, in JAX 0.10.
+    with contextlib.suppress(Exception):
       error, value = checked(params, batch, others)
-    except Exception:  # of the user's loss, or of `checkify`, which can't rewrite every program
-      return _Result(float(plain(params, batch, others)), "")
-    message = error.get() or ""
-    return _Result(float(value), message.split("\n", 1)[0])
+      return _Result(float(value), (error.get() or "").split("\n", 1)[0])
+    return _Result(float(plain(params, batch, others)), "")
 
   return compute
 

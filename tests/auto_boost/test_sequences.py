@@ -1,6 +1,8 @@
-"""Levels on models of tokens: which batches they cut, and what they leave off."""
+"""Levels for tokens: the batches that they cut, what they leave off, and what they refuse."""
 
 import functools
+import math
+import pickle
 import re
 
 from flax import nnx
@@ -31,10 +33,14 @@ def forms():
   }
 
 
+def declared(level="O1", **options):
+  return optax_boost.auto_boost(level, STEPS, sequence_length=16, **options)
+
+
 @pytest.mark.parametrize("form", ["jax", "linen", "nnx"])
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_a_level_finds_the_tokens_that_the_loss_looks_up(level, form):
-  boost = optax_boost.auto_boost(level, total_steps=STEPS)
+def test_a_level_for_tokens_cuts_batches_and_leaves_the_optimizer_alone(level, form):
+  boost = declared(level)
   tx = boost.optimizer(optax.adamw(1e-3), *forms()[form], BATCH)
   lengths = [boost.batch(BATCH, step)["tokens"].shape for step in range(STEPS)]
   expected = optax_boost.sequence_length_warmup(
@@ -46,119 +52,86 @@ def test_a_level_finds_the_tokens_that_the_loss_looks_up(level, form):
   # Nothing else acts on a transformer: the optimizer is the user's.
   params = forms()[form][1]
   assert jax.tree.structure(tx.init(params)) == jax.tree.structure(optax.adamw(1e-3).init(params))
+  assert boost.model(None, models) is models
 
 
 def test_sequences_are_full_from_the_middle_on_at_o1_and_later_at_o2():
-  boosts = [
-    optax_boost.auto_boost(level, total_steps=1000, sequence_length=128) for level in ("O1", "O2")
-  ]
+  boosts = [optax_boost.auto_boost(level, 1000, sequence_length=128) for level in ("O1", "O2")]
   assert [boost.length_schedule.starts[-1] for boost in boosts] == [500, 750]
   assert boosts[0].length_schedule == optax_boost.sequence_length_warmup(128, 1000)
 
 
-def test_it_explains_lengths_steps_and_why():
-  boost = optax_boost.auto_boost("O1", total_steps=STEPS)
+def test_a_model_that_is_not_declared_gets_a_level_for_images_whatever_its_loss_looks_up():
+  for level in ("O0", "O1", "O2"):
+    boost = optax_boost.auto_boost(level, total_steps=STEPS)
+    tx = boost.optimizer(optax.sgd(0.1), models.loss, models.init(), BATCH)
+    title = f"level {level} for images; for tokens pass `sequence_length`"
+    assert boost.explain().splitlines()[0] == title
+    assert boost.batch(BATCH, 0) is BATCH
+    assert "sequence" not in "".join(rows_of(boost))
+    if level != "O0":
+      optax_boost.averaged_params(tx.init(models.init()), models.init())
+
+
+def test_explain_speaks_of_tokens():
+  boost = declared()
   boost.optimizer(optax.adamw(1e-3), models.loss, models.init(), BATCH)
   rows = rows_of(boost)
-  starts = optax_boost.sequence_length_warmup(
-    16, STEPS, warmup_fraction=boost.on["sequence_length_warmup"]["warmup_fraction"]
-  ).starts
+  assert boost.explain().splitlines()[0] == "level O1 for tokens, sequences of 16"
+  starts = optax_boost.sequence_length_warmup(16, STEPS).starts
   begins = ", ".join(f"{n} from step {step}" for n, step in zip((2, 4, 8, 16), starts, strict=True))
-  row = rows["sequence_length_warmup"]
-  assert row.startswith("on in level O1, where the loss looks tokens up")
-  assert row.endswith(f"| the loss looks 'tokens' up; sequences of {begins}")
-  for name in ("centralize", "freeze_layers", "average_params"):
-    assert rows[name].startswith("off")
-    assert rows[name].endswith("| a model of tokens gains nothing by it")
-  assert "BatchNorm" not in boost.explain()
-  assert "`boost.model`" not in rows["less_bn"]
+  assert f"| sequences of {begins} |" in rows["sequence_length_warmup"]
+  assert (
+    "| a loss that shifts sequences of 16 tokens itself loses the last target of each window;"
+    " sequences of 17 lose none" in rows["sequence_length_warmup"]
+  )
+  for name in ("less_bn", "centralize", "freeze_layers", "average_params"):
+    assert rows[name] == "off a model of tokens gains nothing by it"
+  for word in ("fn_flag", "param_groups", "BatchNorm", "boost.model", "convol", "image"):
+    assert word not in boost.explain()
 
 
-def test_a_given_length_decides_without_a_trace():
-  boost = optax_boost.auto_boost("O1", total_steps=STEPS, sequence_length=16)
-  assert boost.batch(BATCH, 0)["tokens"].shape == (32, 3)
-  tx = boost.optimizer(optax.sgd(0.1))
-  assert jax.tree.leaves(tx.init(models.init())) == []
-  row = rows_of(boost)["sequence_length_warmup"]
-  assert row.startswith("on in level O1, for `sequence_length` is given")
-  with pytest.raises(ValueError, match="has no axis of 16 or 17 tokens"):
-    boost.batch({"x": np.ones((4, 9))}, 0)
-
-
-def test_plain_training_and_other_models_keep_their_batches():
-  o0 = optax_boost.auto_boost("O0")
-  o0.optimizer(optax.sgd(0.1), models.loss, models.init(), BATCH)
-  assert o0.batch(BATCH, 0) is BATCH
-  image = {"x": np.ones((4, 6)), "y": np.zeros((4, 16), np.int32)}
-  boost = optax_boost.auto_boost("O1", total_steps=STEPS)
-  params = {"body": jnp.ones((6, 5)), "head": jnp.ones((5, 16))}
-  loss = lambda p, b: jnp.mean((b["x"] @ p["body"] @ p["head"] - b["y"]) ** 2)  # noqa: E731
-  tx = boost.optimizer(optax.sgd(0.1), loss, params, image)
-  assert boost.batch(image, 0) is image
+def test_explain_counts_the_batches_that_were_cut_and_no_schedule_is_on_before():
+  boost = declared()
   row = rows_of(boost)["sequence_length_warmup"]
   assert row.startswith("off")
-  assert "whole batches: the loss looks no tokens of a batch up in its params" in row
-  optax_boost.averaged_params(tx.init(params), params)  # an average is kept
+  assert "| no batch was cut: call `boost.batch(batch, step)` for each |" in row
+  for step in (STEPS - 1, STEPS):  # a training that goes on at full length
+    assert boost.batch(BATCH, step) is BATCH
+  row = rows_of(boost)["sequence_length_warmup"]
+  assert row.startswith("off")
+  assert "| 0 of 2 batches were cut |" in row
+  boost = declared()
+  for step in range(STEPS):
+    boost.batch(BATCH, step)
+  row = rows_of(boost)["sequence_length_warmup"]
+  assert row.startswith("on in level O1")
+  assert f"| {boost.length_schedule.starts[-1]} of {STEPS} batches were cut |" in row
+  assert boost.length_schedule.starts[-1] == STEPS // 2
 
 
-def classify(params, batch):
-  x = params["table"][batch["tokens"]].mean(1)
-  logits = x @ params["out"]
-  return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean()
+def test_a_level_for_tokens_goes_to_the_processes_of_a_loader():
+  boost = pickle.loads(pickle.dumps(declared(axes={"real": 1})))
+  assert boost.batch(BATCH, 0)["tokens"].shape == (32, 3)
 
 
-def two_tables(params, batch):
-  x = params["table"][batch["source"]] + params["table"][batch["target"]]
-  return jnp.mean((x @ params["out"]) ** 2)
+def test_a_loss_is_not_required_and_explain_says_that_windows_were_not_tried():
+  boost = declared()
+  abstract = jax.eval_shape(models.init)
+  for args in ((), (models.loss, models.init()), (models.loss, abstract, BATCH)):
+    tx = boost.optimizer(optax.sgd(0.1), *args)
+    assert jax.tree.leaves(tx.init(models.init())) == []
+    assert "| the loss of windows was not tried: " in rows_of(boost)["sequence_length_warmup"]
+  boost.optimizer(optax.sgd(0.1), models.loss, models.init(), BATCH)
+  assert "not tried" not in boost.explain()
 
 
-def fixed_positions(params, batch):
-  x = params["table"][batch["tokens"][:, :-1]] + jnp.ones((16, models.WIDTH))
-  return jnp.mean((x @ params["out"]) ** 2)
-
-
-TOKENS = BATCH["tokens"]
-WHOLE = {
-  "a label of each sequence": (
-    classify,
-    {"tokens": TOKENS[:, :16], "label": np.zeros(4, np.int32)},
-    "'label' of shape (4,) has no axis of 16 or 17 tokens",
-  ),
-  "two sequences": (
-    two_tables,
-    {"source": TOKENS[:, 1:], "target": TOKENS[:, :-1]},
-    "the loss looks 'source' and 'target' up; pass `sequence_length=16` to `auto_boost` if they",
-  ),
-  "positions of one length": (fixed_positions, {"tokens": TOKENS}, "of 17 tokens: "),
-  "a prime length": (
-    models.loss,
-    {"tokens": TOKENS[:, :14], "real": np.ones((4, 13), np.float32)},
-    "`full_length` must have a divisor from 2 to 6",
-  ),
-}
-
-
-def has_only_the_users_optimizer(boost, tx):
-  """Whether all methods are off, the optimizer's state is the user's, and `explain` says so."""
-  rows = rows_of(boost)
-  return (
-    jax.tree.leaves(tx.init(models.init())) == []
-    and all(row.startswith("off") for row in rows.values())
-    and rows["centralize"].endswith("| a model of tokens gains nothing by it")
-  )
-
-
-@pytest.mark.parametrize("name", WHOLE)
-def test_batches_that_windows_would_change_stay_whole_with_a_reason(name):
-  loss, batch, reason = WHOLE[name]
-  boost = optax_boost.auto_boost("O1", total_steps=STEPS)
-  with pytest.warns(optax_boost.NoEffectWarning, match="O1 turns nothing on for this model of tok"):
-    tx = boost.optimizer(optax.sgd(0.1), loss, models.init(), batch)
-  assert boost.batch(batch, 0) is batch
-  assert reason in rows_of(boost)["sequence_length_warmup"]
-  assert has_only_the_users_optimizer(boost, tx)
-  with pytest.raises(ValueError, match=r"`axes` must be of batches that are cut; got whole batc"):
-    boost.batch(batch, 0, axes={".*": 1})
+def test_plain_training_keeps_its_batches_and_takes_the_same_arguments():
+  o0 = declared("O0", axes={"mask": (2, 3)})
+  assert o0.explain() == "level O0 for tokens, sequences of 16"
+  tx = o0.optimizer(optax.sgd(0.1), masked, models.init(), BATCH | {"mask": PAIRS})
+  assert jax.tree.leaves(tx.init(models.init())) == []
+  assert o0.batch(BATCH, 0) is BATCH
 
 
 def masked(params, batch):
@@ -172,58 +145,48 @@ def by_document(params, batch):
   return jnp.mean(jnp.sin(losses + batch["document"].reshape(-1)))
 
 
-def with_positions(params, batch):
-  x = params["table"][batch["tokens"][:, :-1]] + params["table"][batch["positions"] % 7]
-  return models.mean_loss(x @ params["out"], batch)
-
-
 def of_codes(params, batch):
   x = params["table"][batch["codes"]].sum(2)
   return jnp.mean((x @ params["out"]) ** 2)
 
 
+def of_classes(params, batch):
+  x = params["table"][batch["tokens"]].mean(1)
+  classes = jax.nn.log_softmax(x @ jnp.ones((models.WIDTH, 16)))
+  return -jnp.mean(jnp.sum(classes * batch["label"], -1))
+
+
 PAIRS = np.random.default_rng(0).random((4, 1, 16, 16)) < 0.7
-SEGMENTS = np.broadcast_to(np.arange(16), (4, 16))
-# A batch, its loss, the leaf that `explain` names.
-SETTLED = {
+# A batch, its loss, the leaf that must be named.
+UNNAMED = {
   "a mask of pairs": (masked, BATCH | {"mask": PAIRS}, "mask"),
-  "a mask that all share": (masked, BATCH | {"mask": PAIRS[0, 0]}, "mask"),
-  "positions that all share": (with_positions, BATCH | {"positions": np.arange(16)}, "positions"),
   "an id": (by_document, BATCH | {"document": np.arange(4)}, "document"),
   "an id in a column": (by_document, BATCH | {"document": np.arange(4)[:, None]}, "document"),
-  "two leaves": (with_positions, BATCH | {"positions": SEGMENTS}, "positions"),
-  "codes": (of_codes, {"codes": np.ones((4, 16, 3), np.int32)}, "codes"),
+  "a label of 16 classes": (
+    of_classes,
+    {"tokens": BATCH["tokens"], "label": np.eye(16, dtype=np.float32)[[0, 5, 9, 14]]},
+    "label",
+  ),
 }
 
 
-@pytest.mark.parametrize("name", SETTLED)
-def test_the_advice_of_explain_is_a_call_that_works(name):
-  loss, batch, leaf = SETTLED[name]
-  boost = optax_boost.auto_boost("O1", total_steps=STEPS)
-  with pytest.warns(optax_boost.NoEffectWarning):
-    tx = boost.optimizer(optax.sgd(0.1), loss, models.init(), batch)
-  assert has_only_the_users_optimizer(boost, tx)
-  row = rows_of(boost)["sequence_length_warmup"]
-  assert f"'{leaf}'" in row
-
-  options, axes = {}, None
-  if shared := re.search(r"own by (np\.broadcast_to\(leaf, \(.*?\)\))", row):
-    batch = batch | {leaf: eval(shared[1], {"np": np, "leaf": batch[leaf]})}
-  if found := re.search(r"axes=(\{.*?\})", row):
-    assert row.endswith("Pass `axes` to `boost.optimizer`.")
-    axes = eval(found[1])
-  if "`sequence_length" in row:
-    options["sequence_length"] = int(next(iter(re.findall(r"`sequence_length=(\d+)`", row)), 16))
-  if shared and axes is None:  # then both leaves are looked up
-    options["sequence_length"] = 16
-  boost = optax_boost.auto_boost("O1", total_steps=STEPS, **options)
-  tx = boost.optimizer(optax.sgd(0.1), loss, models.init(), batch, axes=axes)
+@pytest.mark.parametrize("name", UNNAMED)
+def test_a_leaf_that_must_be_named_is_named_by_the_line_of_the_error(name):
+  loss, batch, leaf = UNNAMED[name]
+  boost = declared()
+  with pytest.raises(ValueError, match=f"must say how to cut the leaf '{leaf}'") as error:
+    boost.optimizer(optax.sgd(0.1), loss, models.init(), batch)
+  with pytest.raises(ValueError, match=f"must say how to cut the leaf '{leaf}'"):
+    boost.batch(batch, 0)
+  axes = eval(re.search(r"axes=(\{.*?\})", str(error.value))[1])
+  boost = declared(axes=axes)
+  tx = boost.optimizer(optax.sgd(0.1), loss, models.init(), batch)
   step = optax_boost.make_train_step(loss, tx)
   state = step.init(models.init())
   for i in (0, STEPS - 1):
     short = boost.batch(batch, i)
     length = 2 if i == 0 else 16
-    expected = optax_boost.cut_sequences(batch, length, 16, axes=axes)
+    expected = optax_boost.cut_sequences(batch, length, 16, axes)
     jax.tree.map(np.testing.assert_array_equal, short, expected)
     assert {leaf.shape[0] for leaf in jax.tree.leaves(short)} == {64 // length}
     state, metrics = step(state, short)
@@ -231,96 +194,251 @@ def test_the_advice_of_explain_is_a_call_that_works(name):
   assert rows_of(boost)["sequence_length_warmup"].startswith("on")
 
 
-def test_a_loss_whose_tokens_are_several_arguments_is_told_to_take_one():
-  def separate(params, tokens, targets):
-    losses = optax.softmax_cross_entropy_with_integer_labels(models.logits(params, tokens), targets)
-    return losses.mean()
+def test_codes_of_each_token_need_no_name():
+  boost, batch = declared(), {"codes": np.ones((4, 16, 3), np.int32)}
+  boost.optimizer(optax.sgd(0.1), of_codes, models.init(), batch)
+  assert boost.batch(batch, 0)["codes"].shape == (32, 2, 3)
 
-  boost = optax_boost.auto_boost("O1", total_steps=STEPS)
-  with pytest.warns(optax_boost.NoEffectWarning, match="so put all leaves of tokens into it"):
-    boost.optimizer(optax.sgd(0.1), separate, models.init(), TOKENS[:, 1:], TOKENS[:, :-1])
-  boost = optax_boost.auto_boost("O1", total_steps=STEPS)
-  pair = (TOKENS[:, 1:], TOKENS[:, :-1])
+
+def test_a_mask_that_looks_like_classes_by_chance_stops_no_training():
+  boost, batch = declared(), {"tokens": BATCH["tokens"], "masked": np.ones((4, 16))}
+  boost.batch(batch, 0)
+  batch["masked"] = np.eye(16)[:4]
+  assert boost.batch(batch, 1)["masked"].sum() == 4
+  with pytest.raises(ValueError, match=r"'masked' .* each row of which sums to 1"):
+    declared().batch(batch, 0)
+
+
+def sines(length):
+  angles = jnp.arange(length)[:, None] / jnp.arange(1, models.WIDTH + 1)
+  return jnp.sin(angles)
+
+
+# How models look positions of the batch up in a table of the length of their input.
+LOOKUPS = {
+  "NaN past the table": lambda table, i: jnp.take(table, i, axis=0),
+  "the last entry past the table": lambda table, i: table[i],
+  "clipped": lambda table, i: jnp.take(table, i, axis=0, mode="clip"),
+  "in a scan": lambda table, i: jax.lax.scan(lambda c, i: (c, table[i]), 0, i)[1],
+  "a slice for each": jax.vmap(
+    jax.vmap(lambda table, i: jax.lax.dynamic_slice_in_dim(table, i, 1)[0], (None, 0)), (None, 0)
+  ),
+  "rematerialized": jax.checkpoint(lambda table, i: jnp.take(table, i, axis=0)),
+}
+COUNTED = np.broadcast_to(np.arange(16), (4, 16))
+PACKED = np.broadcast_to(np.r_[:10, :6], (4, 16))
+
+
+def with_table(look_up, leaf="positions"):
+  def loss(params, batch):
+    tokens = batch["tokens"][:, :-1]
+    x = params["table"][tokens] + look_up(sines(tokens.shape[1]), batch[leaf])
+    return models.mean_loss(x @ params["out"], batch)
+
+  return loss
+
+
+@pytest.mark.parametrize("positions", [COUNTED, PACKED], ids=["counted", "packed"])
+@pytest.mark.parametrize("name", LOOKUPS)
+def test_positions_that_run_past_a_table_of_the_models_input_must_be_named(name, positions):
+  loss, params = with_table(LOOKUPS[name]), models.init()
+  batch = BATCH | {"positions": positions, "segments": np.ones((4, 16), np.int32)}
+  with pytest.raises(ValueError, match="of 2 tokens, must be finite, with indices in") as error:
+    declared().optimizer(optax.sgd(0.1), loss, params, batch)
+  assert f"Of whole sequences it is {loss(params, batch):.3}" in str(error.value)
+  axes = eval(re.search(r"pass `auto_boost` axes=(\{.*?\})", str(error.value))[1])
+  assert axes == {"positions": "positions"}
+  boost = declared(axes=axes)
+  boost.optimizer(optax.sgd(0.1), loss, params, batch)
+  for step in (0, 4, 11, STEPS - 1):
+    windows = boost.batch(batch, step)
+    assert windows["positions"].max() < windows["tokens"].shape[1] - 1
+    assert np.isfinite(loss(params, windows))
+
+
+def test_all_leaves_of_positions_are_in_the_line_and_no_others():
+  def loss(params, batch):
+    first = with_table(LOOKUPS["clipped"], "inputs_position")
+    second = with_table(LOOKUPS["NaN past the table"], "targets_position")
+    return first(params, batch) + second(params, batch)
+
+  batch = BATCH | {"inputs_position": COUNTED, "targets_position": PACKED, "mask": PAIRS}
+  with pytest.raises(ValueError, match="with indices in bounds; got out-of-bounds") as error:
+    declared(axes={"mask": (2, 3)}).optimizer(optax.sgd(0.1), loss, models.init(), batch)
+  axes = eval(re.search(r"pass `auto_boost` axes=(\{.*?\})", str(error.value))[1])
+  positions = {"inputs_position": "positions", "targets_position": "positions"}
+  assert axes == {"mask": (2, 3)} | positions
+
+
+def test_positions_within_the_table_keep_their_values():
+  def loss(params, batch):
+    x = params["table"][batch["tokens"][:, :-1]] + jnp.take(sines(16), batch["positions"], axis=0)
+    return models.mean_loss(x @ params["out"], batch)
+
+  boost, batch = declared(), BATCH | {"positions": COUNTED}
+  boost.optimizer(optax.sgd(0.1), loss, models.init(), batch)
+  windows = boost.batch(batch, 0)
+  np.testing.assert_array_equal(windows["positions"][:3], [[0, 1], [2, 3], [4, 5]])
+  # Its tokens don't interact, so windows have the loss of whole sequences.
+  np.testing.assert_allclose(
+    loss(models.init(), windows), loss(models.init(), batch), rtol=16 * np.finfo(np.float32).eps
+  )
+
+
+def test_an_index_that_a_loss_means_to_be_out_of_bounds_is_no_error():
+  def loss(params, batch):
+    tokens = batch["tokens"]
+    x = params["table"].at[tokens + 7].get(mode="fill", fill_value=0.0)
+    return jnp.mean((x @ params["out"]) ** 2)
+
+  declared().optimizer(optax.sgd(0.1), loss, models.init(), {"tokens": BATCH["tokens"]})
+
+  def drops_the_fifth_token(params, batch):
+    kept = jnp.zeros(batch["tokens"].shape).at[:, jnp.array(4)].set(1.0, mode="drop")
+    return models.mean_loss(models.logits(params, batch["tokens"][:, :-1]), batch) + kept.mean()
+
+  declared().optimizer(optax.sgd(0.1), drops_the_fifth_token, models.init(), BATCH)
+
+
+def test_a_mean_over_each_sequence_is_refused_if_a_window_is_all_padding():
+  def loss(params, batch):
+    logits = models.logits(params, batch["tokens"][:, :-1])
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["tokens"][:, 1:])
+    return jnp.mean((losses * batch["real"]).sum(1) / batch["real"].sum(1))
+
+  batch = BATCH | {"real": (np.arange(16) < 13).astype(np.float32) * np.ones((4, 1), np.float32)}
+  with pytest.raises(
+    ValueError, match=r"got nan\. .* is 0/0 in a window of padding: divide by the"
+  ):
+    declared().optimizer(optax.sgd(0.1), loss, models.init(), batch)
+  assert math.isfinite(loss(models.init(), batch))
+
+
+def test_the_first_windows_of_a_flax_model_are_cut_behind_its_state():
+  def loss(model, batch):
+    return (
+      models.nnx_loss(model, batch) + jnp.take(jnp.ones(batch["real"].shape[1]), batch["p"])[0, 1]
+    )
+
+  model = models.NnxModel(nnx.Rngs(0))
+  split = optax_boost.nnx.split_loss(loss, model)
+  declared().optimizer(optax.sgd(0.1), *split, BATCH | {"p": COUNTED % 2})
+  with pytest.raises(ValueError, match=r"pass `auto_boost` axes=\{'p': 'positions'\}"):
+    declared().optimizer(optax.sgd(0.1), *split, BATCH | {"p": COUNTED + 1})
+
+
+def fixed_positions(params, batch):
+  x = params["table"][batch["tokens"][:, :-1]] + jnp.ones((16, models.WIDTH))
+  return jnp.mean((x @ params["out"]) ** 2)
+
+
+def separate(params, tokens, targets):
+  losses = optax.softmax_cross_entropy_with_integer_labels(models.logits(params, tokens), targets)
+  return losses.mean()
+
+
+TOKENS = BATCH["tokens"]
+
+
+@pytest.mark.parametrize(
+  ("loss", "args"),
+  [(fixed_positions, (BATCH,)), (separate, (TOKENS[:, :-1], TOKENS[:, 1:]))],
+)
+def test_a_loss_that_fails_on_windows_fails_with_a_note(loss, args):
+  with pytest.raises((ValueError, TypeError)) as error:
+    declared().optimizer(optax.sgd(0.1), loss, models.init(), *args)
+  note = error.value.__notes__[-1]
+  assert "the first windows, of 2 tokens, cut from its argument number 1 after the params" in note
+
+
+def test_leaves_of_tokens_in_one_argument_are_cut_together():
+  boost, pair = declared(), (TOKENS[:, :-1], TOKENS[:, 1:])
   boost.optimizer(optax.sgd(0.1), lambda p, pair: separate(p, *pair), models.init(), pair)
-  assert boost.batch(pair, 0)[1].shape == (32, 2)
+  assert [leaf.shape for leaf in boost.batch(pair, 0)] == [(32, 2)] * 2
 
 
-BAD_AXES = [
-  ({"maks": (2, 3)}, ValueError, r"match no leaf: \['maks'\].* leaves are: mask, real, tokens"),
-  ({"mask": 0}, ValueError, r"must be of batches that are cut; got whole .* `axes` must name axes"),
-  ({"mask": (2, 3), "tokens": "keep"}, ValueError, "got 'keep' for the leaf 'tokens'"),
-  ({"mask": "both"}, TypeError, "got 'both' for 'mask'"),
-  ([("mask", 2)], TypeError, "`axes` must be a dict"),
+def test_other_arguments_of_the_loss_stay_whole():
+  def loss(params, batch, noise, key):
+    return models.loss(params, batch) + noise.sum() * jax.random.normal(key)
+
+  boost = declared()
+  boost.optimizer(optax.sgd(0.1), loss, models.init(), BATCH, np.ones((4, 16)), jax.random.key(0))
+
+
+BAD = [
+  (
+    {"axes": {"maks": (2, 3)}},
+    ValueError,
+    r"match no leaf: \['maks'\].* leaves are: mask, real, t",
+  ),
+  ({"axes": {"mask": 0}}, ValueError, "must name axes of 16 or 17 entries.* got 0 for the leaf"),
+  ({"axes": {"mask": "both"}}, TypeError, "got 'both' for 'mask'"),
+  ({"axes": [("mask", 2)]}, TypeError, "`axes` must be a dict"),
+  (
+    {"axes": {"mask": 2}, "sequence_length": None},
+    ValueError,
+    "None without `sequence_length`; got",
+  ),
+  ({"config": {}}, ValueError, "`sequence_length` must be None with a `config`.*; got 16"),
+  (
+    {"sequence_length": 17},
+    ValueError,
+    "must have a divisor from 3 to 8.* one token more if the l",
+  ),
+  ({"sequence_length": 16.0}, TypeError, "`sequence_length` must be a whole number; got 16.0"),
 ]
 
 
-@pytest.mark.parametrize(("axes", "error", "message"), BAD_AXES)
-def test_axes_that_cut_no_batch_are_an_error(axes, error, message):
-  boost = optax_boost.auto_boost("O1", total_steps=STEPS)
+@pytest.mark.parametrize(("options", "error", "message"), BAD)
+def test_a_declaration_that_can_not_be_honoured_is_refused(options, error, message):
+  def declare(sequence_length=16, **options):
+    boost = optax_boost.auto_boost("O1", STEPS, sequence_length=sequence_length, **options)
+    boost.optimizer(optax.sgd(0.1), masked, models.init(), BATCH | {"mask": PAIRS})
+
   with pytest.raises(error, match=message):
-    boost.optimizer(optax.sgd(0.1), masked, models.init(), BATCH | {"mask": PAIRS}, axes=axes)
+    declare(**options)
 
 
-def test_plain_training_takes_axes_without_effect():
-  batch = BATCH | {"mask": PAIRS}
-  o0 = optax_boost.auto_boost("O0")
-  o0.optimizer(optax.sgd(0.1), masked, models.init(), batch, axes={"mask": (2, 3)})
-  assert o0.batch(batch, 0, axes={"mask": (2, 3)}) is batch
-
-
-def test_an_image_model_that_looks_values_up_keeps_its_levels():
-  """A class of each image, or the nearest entry of a codebook, isn't a token."""
-  images = np.random.default_rng(0).integers(0, 9, (4, 3, 3, 2)).astype(np.uint8)
-
-  def conditional(params, batch):
-    x = batch["x"].reshape(4, -1) @ params["body"] + params["table"][batch["class"]].reshape(4, -1)
-    return jnp.mean((x @ params["head"]) ** 2)
-
-  def codebook(params, batch):
-    x = batch["x"].reshape(4, -1) @ params["body"]
-    nearest = jnp.argmin(((x[:, None] - params["table"]) ** 2).sum(-1), 1)
-    return jnp.mean((params["table"][nearest] @ params["head"]) ** 2)
-
-  params = {"body": jnp.ones((18, 5)), "table": jnp.ones((7, 5)), "head": jnp.ones((5, 2))}
-  for loss, classes in (
-    (conditional, np.arange(4)),
-    (conditional, np.ones((4, 1), int)),
-    (codebook, np.arange(4)),
+def test_groups_are_refused_where_nothing_freezes():
+  with pytest.raises(
+    ValueError, match=r"`groups` must be None at a level for tokens.*freeze_layers\("
   ):
-    boost = optax_boost.auto_boost("O1", total_steps=STEPS)
-    tx = boost.optimizer(optax.sgd(0.1), loss, params, {"x": images, "class": classes})
-    assert rows_of(boost)["centralize"].startswith("on")
-    optax_boost.averaged_params(tx.init(params), params)
+    declared().optimizer(optax.sgd(0.1), groups=["table", "blocks|out"])
 
 
-def test_a_loss_that_reads_all_tokens_has_windows_without_overlap():
+def test_windows_do_not_depend_on_the_batch_size():
   def shifted(params, tokens):
     losses = optax.softmax_cross_entropy_with_integer_labels(
       models.logits(params, tokens)[:, :-1], tokens[:, 1:]
     )
     return losses.mean()
 
-  boost = optax_boost.auto_boost("O1", total_steps=STEPS)
-  boost.optimizer(optax.sgd(0.1), shifted, models.init(), TOKENS[:, 1:])
-  assert boost.batch(TOKENS[:, 1:], 0).shape == (32, 2)
+  for sequences in (7, 8, 15, 16, 17):
+    tokens = np.tile(TOKENS[:1, :16], (sequences, 1))
+    boost = declared()
+    boost.optimizer(optax.sgd(0.1), shifted, models.init(), tokens)
+    assert boost.batch(tokens, 0).shape == (8 * sequences, 2)
+    assert boost.batch(tokens, 0).size == tokens.size
 
 
-def test_a_batch_before_the_optimizer_is_an_error_with_the_way_out():
-  boost = optax_boost.auto_boost("O1", total_steps=STEPS)
-  with pytest.raises(ValueError, match=r"call `boost.optimizer\(tx, loss_fn.* or pass `sequence_"):
-    boost.batch(BATCH, 0)
+def test_an_image_model_that_looks_values_up_keeps_its_levels():
+  """Categories in a table, or the nearest entry of a codebook, turn no level off."""
+  images = np.random.default_rng(0).integers(0, 9, (4, 6, 3)).astype(np.float32)
 
+  def codebook(params, batch):
+    x = batch["x"].reshape(4, -1) @ params["body"]
+    nearest = jnp.argmin(((x[:, None] - params["table"]) ** 2).sum(-1), 1)
+    return jnp.mean((params["table"][nearest] @ params["head"]) ** 2)
 
-def test_given_groups_still_freeze():
-  boost = optax_boost.auto_boost("O1", total_steps=STEPS)
-  tx = boost.optimizer(
-    optax.sgd(0.1), models.loss, models.init(), BATCH, groups=["table", "blocks|out"]
-  )
-  assert rows_of(boost)["freeze_layers"].startswith("on")
-  step = optax_boost.make_train_step(models.loss, tx)
-  state, depths = step.init(models.init()), []
-  for batch in models.batches(STEPS):
-    # All of the last length, so that only depths need programs.
-    state, metrics = step(state, boost.batch(batch, STEPS - 1))
-    depths.append(int(metrics["frozen_groups"]))
-  assert set(depths) == {0, 1}
+  def categories(params, batch):
+    x = batch["x"].reshape(4, -1) @ params["body"] + params["table"][batch["class"]].sum(1)
+    return jnp.mean((x @ params["head"]) ** 2)
+
+  params = {"body": jnp.ones((18, 5)), "table": jnp.ones((7, 5)), "head": jnp.ones((5, 2))}
+  for loss in (codebook, categories):
+    boost = optax_boost.auto_boost("O1", total_steps=STEPS)
+    batch = {"x": images, "class": np.arange(28).reshape(4, 7) % 7}
+    tx = boost.optimizer(optax.sgd(0.1), loss, params, batch)
+    assert rows_of(boost)["centralize"].startswith("on")
+    assert boost.batch(batch, 0) is batch
+    optax_boost.averaged_params(tx.init(params), params)

@@ -93,12 +93,13 @@ def test_values_of_a_sequence_are_repeated_and_others_kept():
   assert cut["prior"] is batch["prior"]
 
 
-def test_sequences_may_lie_along_another_axis():
-  across = np.moveaxis(TOKENS[None], 1, 2)  # [1, L + 1, B]
-  cut = cut_sequences({"x": across}, 4, FULL, batch_axis=2)
-  np.testing.assert_array_equal(np.moveaxis(cut["x"], 2, 1)[0], by_loops(TOKENS, 4))
+def test_a_leaf_may_be_cut_along_another_axis_and_micro_batches_by_vmap():
+  heads = RNG.random((B, 2, FULL))
+  cut = cut_sequences({"x": heads, "tokens": TOKENS}, 4, FULL, {"x": -1})
+  expected = by_loops(np.moveaxis(heads, 2, 1), 4)
+  np.testing.assert_array_equal(np.moveaxis(cut["x"], 2, 1), expected)
   micro = np.stack([TOKENS, TOKENS + 1])  # [micro-batches, B, L + 1]
-  cut = cut_sequences(micro, 4, FULL, batch_axis=1)
+  cut = jax.vmap(lambda batch: cut_sequences(batch, 4, FULL))(micro)
   np.testing.assert_array_equal(cut[1], by_loops(TOKENS + 1, 4))
 
 
@@ -130,115 +131,231 @@ def test_a_batch_sharded_over_its_sequences_stays_so_without_communication(axis_
 
 REFUSED = [
   ((TOKENS, 5, FULL), {}, "`length` must divide the full length 12.*got 5"),
-  (({"t": TOKENS, "y": np.ones((B, 7))}, 4, FULL), {}, r"leaf 'y' of shape \(3, 7\) has no axis"),
   (
-    ({"t": TOKENS, "label": np.ones(B)}, 4, FULL),
+    ({"t": np.ones((B, 2 * FULL)), "y": np.ones(B)}, 4, FULL),
     {},
-    r"'label' of shape \(3,\) has no axis of 12 or 13 tokens. Say axes=\{'label': 'repeat'\} for",
-  ),
-  (
-    ({"t": TOKENS, "m": np.ones((B, FULL, FULL))}, 4, FULL),
-    {},
-    r"has the axes 1, 2, which could all be .*axes=\{'m': \(1, 2\)\} if it is a mask of pairs",
+    r"must have a leaf that is cut, with 12 or 13 .* got \{'t': \(3, 24\), 'y': \(3,\)\}",
   ),
   (
     ({"t": TOKENS, "p": np.ones((1, FULL))}, 4, FULL),
     {},
-    r"3 sequences in each leaf; the leaf 'p' .* has one, .* np.broadcast_to\(leaf, \(3, 12\)\)",
+    r"equally many sequences .* got \{'p': 1, 't': 3\}.* np.broadcast_to",
   ),
   (
-    ({"t": TOKENS, "u": TOKENS[:2]}, 4, FULL),
-    {},
-    "equally many sequences in all leaves, along axis 0; got 3 in 't', 2 in 'u'",
+    ({"t": TOKENS, "y": np.ones(2)}, 4, FULL),
+    {"axes": {"y": "repeat"}},
+    r"equally many sequences .* got \{'t': 3, 'y': 2\}",
   ),
-  (
-    ({"t": np.ones((B, 2 * FULL)), "u": TOKENS}, 4, FULL),
-    {},
-    "the leaf 't' .* has no axis of 12 or 13 .* `full_length` must be their number",
-  ),
-  (({"y": np.ones(3)}, 4, FULL), {"axes": {"y": "keep"}}, "must have a leaf with an axis of 12"),
-  (({"t": TOKENS, "u": TOKENS}, 4, FULL), {"axes": {"t": "keep"}}, "got 'keep' for the leaf 't'"),
-  (({"t": TOKENS}, 4, FULL), {"axes": {"t": 0}}, r"other than `batch_axis` 0; got 0"),
-  (({"t": TOKENS}, 4, FULL), {"axes": {"t": 7}}, r"`axes` must name axes of 12 or 13"),
+  (({"t": TOKENS}, 4, FULL), {"axes": {"t": "repeat"}}, "must have a leaf that is cut"),
+  (({"t": TOKENS}, 4, FULL), {"axes": {"t": 0}}, r"axis 0 not among them.*; got 0 for the leaf"),
+  (({"t": TOKENS}, 4, FULL), {"axes": {"t": 7}}, r"must name axes of 12 or 13 entries.* got 7"),
   (({"t": TOKENS}, 4, FULL), {"axes": {"t": (1, 1)}}, r"got \(1, 1\) for the leaf 't'"),
+  (
+    ({"t": TOKENS, "p": np.ones((B, 2, FULL))}, 4, FULL),
+    {"axes": {"p": "positions"}},
+    r"'positions' needs them along axis 1; got 'positions' for the leaf 'p' of shape \(3, 2, 12\)",
+  ),
 ]
-
-
-# A leaf that all sequences share, beside tokens of `B` sequences; what `axes` may say of it.
-SHARED = {
-  "positions": (np.arange(FULL), (None, 0, "repeat")),
-  "positions of L + 1": (np.arange(FULL + 1), (None, 0, "repeat")),
-  "a causal mask": (np.tri(FULL), (None, 1, (0, 1), "repeat")),
-  "a mask that differs along the diagonal": (RNG.random((FULL, FULL)) < 0.5, (None, 1, (0, 1))),
+CLASSES = np.eye(FULL, dtype=np.float32)[[3, 0, 7]]
+# A leaf without a default beside tokens, the words that name it, the line to paste, its windows.
+UNNAMED = {
+  "a value of each sequence": (np.arange(B), "shape (3,)", "repeat", np.repeat(np.arange(B), 3)),
+  "a value in a column": (
+    np.arange(B)[:, None],
+    "shape (3, 1)",
+    "repeat",
+    np.repeat(np.arange(B), 3)[:, None],
+  ),
+  "an array that isn't of sequences": (np.arange(99), "shape (99,)", "keep", np.arange(99)),
+  "features first": (
+    np.arange(2 * B * FULL).reshape(B, 2, FULL),
+    "shape (3, 2, 12)",
+    2,
+    np.stack([x[:, i : i + 4] for x in np.arange(72).reshape(B, 2, FULL) for i in (0, 4, 8)]),
+  ),
+  "a mask of pairs": (
+    np.tri(FULL)[None, None].repeat(B, 0),
+    "shape (3, 1, 12, 12)",
+    (2, 3),
+    np.tri(4)[None, None].repeat(3 * B, 0),
+  ),
+  "one-hot labels of L classes": (
+    CLASSES,
+    "shape (3, 12), each row of which sums to 1",
+    "repeat",
+    CLASSES.repeat(3, 0),
+  ),
+  "probabilities of L classes": (
+    np.full((B, FULL), 1 / FULL, np.float32),
+    "shape (3, 12), each row of which sums to 1",
+    "repeat",
+    np.full((3 * B, FULL), 1 / FULL, np.float32),
+  ),
 }
 
 
-@pytest.mark.parametrize("batch_axis", [0, 1])
-@pytest.mark.parametrize("name", SHARED)
-def test_a_leaf_that_all_sequences_share_is_named_with_advice_that_works(name, batch_axis):
-  shared, treatments = SHARED[name]
-  other = np.moveaxis(TOKENS, 0, batch_axis)
-  # Whichever leaf comes first, the shared one is named.
-  for batch in ({"a": shared, "tokens": other}, {"z": shared, "tokens": other}):
-    leaf = min(batch, key=lambda name: name == "tokens")
-    for how in treatments if batch_axis == 0 else (None,):
-      axes = None if how is None else {leaf: how}
-      with pytest.raises(ValueError, match=f"the leaf '{leaf}' .* all sequences share it") as error:
-        cut_sequences(batch, 4, FULL, axes=axes, batch_axis=batch_axis)
-    advice = re.search(r"own by (np\.broadcast_to.*\))(?: with axes=(\{.*\}))?,", str(error.value))
-    followed = batch | {leaf: eval(advice[1], {"np": np, "leaf": shared})}
-    axes = eval(advice[2] or "None")
-    cut = cut_sequences(followed, 4, FULL, axes=axes, batch_axis=batch_axis)
-    extra = len(shared) - FULL
-    starts = range(0, FULL, 4)
-    blocks = [shared[(slice(i, i + 4 + extra),) * shared.ndim] for i in starts] * B
-    np.testing.assert_array_equal(np.moveaxis(cut[leaf], batch_axis, 0), np.stack(blocks))
-    np.testing.assert_array_equal(np.moveaxis(cut["tokens"], batch_axis, 0), by_loops(TOKENS, 4))
-
-
-def test_no_leaf_of_tokens_stays_whole_beside_windows():
-  """Whatever `axes` says, of batches in which leaves have tokens in all places."""
-  tokens = RNG.integers(0, 99, (B, FULL))
-  others = [
-    tokens,
-    tokens[:1],
-    np.ones((FULL, FULL)),
-    np.ones((2, FULL, FULL)),
-    np.ones((1, 1, FULL, FULL)),
-    np.ones((B, 1, FULL, FULL)),
-  ]
-  treatments = [0, 1, 2, (0, 1), (1, 2), (2, 3), "keep", "repeat"]
-  accepted = 0
-  for other, first, second in itertools.product(others, treatments, [None, *treatments]):
-    axes = {"other": first} | ({} if second is None else {"tokens": second})
-    batch = {"other": other, "tokens": tokens}
-    try:
-      cut = cut_sequences(batch, 4, FULL, axes=axes)
-    except ValueError:
-      continue
-    accepted += 1
-    np.testing.assert_array_equal(cut["tokens"], by_loops(tokens, 4))
-    assert cut["other"].shape[0] == 3 * B
-  assert accepted
-
-
-def test_a_value_of_each_sequence_is_repeated_as_the_error_says():
-  for values in (np.arange(B), np.arange(B)[:, None]):
-    batch = {"tokens": TOKENS, "document": values}
-    with pytest.raises(ValueError, match="A length doesn't: pass a mask of tokens") as error:
-      cut_sequences(batch, 4, FULL)
-    axes = eval(re.search(r"axes=(\{.*?\})", str(error.value))[1])
-    cut = cut_sequences(batch, 4, FULL, axes=axes)
-    np.testing.assert_array_equal(cut["document"], np.repeat(values, 3, 0))
-
-
-def test_the_only_leaf_of_an_array_is_cut_as_the_error_says():
-  pairs = RNG.random((B, FULL, FULL))
-  with pytest.raises(ValueError, match=r"the array of shape \(3, 12, 12\) has the axes") as error:
-    cut_sequences(pairs, 4, FULL)
+@pytest.mark.parametrize("array", [np.asarray, jnp.asarray])
+@pytest.mark.parametrize("name", UNNAMED)
+def test_a_leaf_without_a_default_is_named_with_a_line_that_works(name, array):
+  leaf, words, how, expected = UNNAMED[name]
+  batch = {"tokens": TOKENS, "a/b.c": array(leaf)}
+  with pytest.raises(ValueError, match=r"must say how to cut the leaf 'a/b\.c' of") as error:
+    cut_sequences(batch, 4, FULL)
+  with pytest.raises(ValueError, match="must say how to cut"):  # before the first short step
+    cut_sequences(batch, FULL, FULL)
+  assert words in str(error.value)
   axes = eval(re.search(r"axes=(\{.*?\})", str(error.value))[1])
-  blocks = [x[i : i + 4, i : i + 4] for x in pairs for i in range(0, FULL, 4)]
-  np.testing.assert_array_equal(cut_sequences(pairs, 4, FULL, axes=axes), np.stack(blocks))
+  assert list(axes.values()) == [how]
+  cut = cut_sequences(batch, 4, FULL, axes)
+  np.testing.assert_array_equal(cut["a/b.c"], expected)
+  np.testing.assert_array_equal(cut["tokens"], by_loops(TOKENS, 4))
+
+
+def test_one_line_names_all_leaves_and_what_was_named_before():
+  mask = np.ones((B, 1, FULL, FULL))
+  batch = {"label": np.arange(B), "mask": mask, "x": {"label": TOKENS, "mask": mask[:, 0]}}
+  with pytest.raises(ValueError, match=r"leaf 'label' .*; the leaf 'mask' .*\. By") as error:
+    cut_sequences(batch, 4, FULL, {"x/mask": (1, 2)})
+  axes = eval(re.search(r"axes=(\{.*?\})", str(error.value))[1])
+  assert axes == {"^label$": "repeat", "^mask$": (2, 3), "x/mask": (1, 2)}
+  cut = cut_sequences(batch, 4, FULL, axes)
+  shapes = {"label": (9,), "mask": (9, 1, 4, 4), "x": {"label": (9, 5), "mask": (9, 4, 4)}}
+  assert jax.tree.map(np.shape, cut) == shapes
+
+
+def test_labels_of_each_token_of_L_classes_are_named():
+  labels = np.eye(FULL)[TOKENS[:, 1:] % FULL]
+  with pytest.raises(ValueError, match=r"leaf 'labels' of shape \(3, 12, 12\). By default axis 1"):
+    cut_sequences({"tokens": TOKENS, "labels": labels}, 4, FULL)
+  cut = cut_sequences({"tokens": TOKENS, "labels": labels}, 4, FULL, {"labels": 1})
+  np.testing.assert_array_equal(cut["labels"].argmax(-1), by_loops(TOKENS[:, 1:] % FULL, 4))
+
+
+@pytest.mark.parametrize("sequences", [1, 2, 11, 12, 13, 14])
+def test_windows_do_not_depend_on_the_number_of_sequences(sequences):
+  tokens = RNG.integers(0, 99, (sequences, FULL))
+  cut = cut_sequences({"tokens": tokens, "id": np.arange(sequences)}, 4, FULL, {"id": "repeat"})
+  np.testing.assert_array_equal(cut["tokens"], by_loops(tokens, 4))
+  np.testing.assert_array_equal(cut["id"], np.arange(sequences).repeat(3))
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.uint8, np.float32])
+@pytest.mark.parametrize("array", [np.asarray, jnp.asarray])
+def test_positions_that_are_named_begin_at_zero_in_each_window(array, dtype):
+  positions = np.array(
+    [
+      [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11],
+      [0, 1, 2, 3, 4, 5, 0, 1, 2, 0, 1, 2],  # three packed sequences
+      [0, 0, 0, 0, 0, 0, 1, 2, 3, 4, 5, 6],  # padding at the left
+    ],
+    dtype,
+  )
+  batch = {"tokens": TOKENS, "positions": array(positions)}
+  cut = cut_sequences(batch, 4, FULL, {"positions": "positions"})["positions"]
+  assert cut.dtype == dtype
+  assert isinstance(cut, type(batch["positions"]))
+  np.testing.assert_array_equal(
+    cut,
+    [
+      *([0, 1, 2, 3], [0, 1, 2, 3], [0, 1, 2, 3]),
+      *([0, 1, 2, 3], [0, 1, 0, 1], [0, 0, 1, 2]),
+      *([0, 0, 0, 0], [0, 0, 1, 2], [0, 1, 2, 3]),
+    ],
+  )
+  np.testing.assert_array_equal(cut_sequences(batch, 4, FULL)["positions"], by_loops(positions, 4))
+
+
+TEXT = np.array([[5, 8, 2, 9, 4, 7, 1, 3], [6, 2, 8, 1, 9, 3, 0, 0]])
+EIGHT = np.broadcast_to(np.arange(8), (2, 8))
+# Batches of others, length 8, in windows of 4: `axes`, and the windows.
+OTHERS = {
+  "MaxText's, packed": (
+    {
+      "inputs": TEXT,
+      "targets": np.roll(TEXT, -1, 1),
+      "inputs_position": np.array([[0, 1, 2, 0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 5, 0, 0]]),
+      "inputs_segmentation": np.array([[1, 1, 1, 2, 2, 2, 2, 2], [1, 1, 1, 1, 1, 1, 0, 0]]),
+    },
+    {"inputs_position": "positions"},
+    {
+      "inputs": [[5, 8, 2, 9], [4, 7, 1, 3], [6, 2, 8, 1], [9, 3, 0, 0]],
+      "targets": [[8, 2, 9, 4], [7, 1, 3, 5], [2, 8, 1, 9], [3, 0, 0, 6]],
+      "inputs_position": [[0, 1, 2, 0], [0, 1, 2, 3], [0, 1, 2, 3], [0, 1, 0, 0]],
+      "inputs_segmentation": [[1, 1, 1, 2], [2, 2, 2, 2], [1, 1, 1, 1], [1, 1, 0, 0]],
+    },
+  ),
+  "T5X's, of two lengths": (
+    {
+      "encoder_input_tokens": TEXT[:, :3],
+      "decoder_input_tokens": np.pad(TEXT[:, :-1], ((0, 0), (1, 0))),
+      "decoder_target_tokens": TEXT,
+      "decoder_loss_weights": (TEXT > 0).astype(np.float32),
+    },
+    {"encoder_input_tokens": "repeat"},
+    {
+      "encoder_input_tokens": [[5, 8, 2], [5, 8, 2], [6, 2, 8], [6, 2, 8]],
+      "decoder_input_tokens": [[0, 5, 8, 2], [9, 4, 7, 1], [0, 6, 2, 8], [1, 9, 3, 0]],
+      "decoder_target_tokens": [[5, 8, 2, 9], [4, 7, 1, 3], [6, 2, 8, 1], [9, 3, 0, 0]],
+      "decoder_loss_weights": [[1, 1, 1, 1], [1, 1, 1, 1], [1, 1, 1, 1], [1, 1, 0, 0]],
+    },
+  ),
+  "Hugging Face's": (
+    {
+      "input_ids": TEXT,
+      "attention_mask": (TEXT > 0).astype(np.int64),
+      "labels": np.where(TEXT > 0, TEXT, -100),
+      "position_ids": EIGHT,
+      "index": np.array([70, 71]),
+    },
+    {"position_ids": "positions", "index": "repeat"},
+    {
+      "input_ids": [[5, 8, 2, 9], [4, 7, 1, 3], [6, 2, 8, 1], [9, 3, 0, 0]],
+      "attention_mask": [[1, 1, 1, 1], [1, 1, 1, 1], [1, 1, 1, 1], [1, 1, 0, 0]],
+      "labels": [[5, 8, 2, 9], [4, 7, 1, 3], [6, 2, 8, 1], [9, 3, -100, -100]],
+      "position_ids": [[0, 1, 2, 3]] * 4,
+      "index": [70, 70, 71, 71],
+    },
+  ),
+  "tokens with a mask of padding in pairs": (
+    {"tokens": TEXT, "mask": (TEXT > 0)[:, None, None, :] & np.tri(8, dtype=bool)},
+    {"mask": (2, 3)},
+    {
+      "tokens": [[5, 8, 2, 9], [4, 7, 1, 3], [6, 2, 8, 1], [9, 3, 0, 0]],
+      "mask": [
+        *[[[[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 1, 1]]]] * 3,
+        [[[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 0, 0], [1, 1, 0, 0]]],
+      ],
+    },
+  ),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_batches_of_other_libraries_are_cut_as_by_hand(name):
+  batch, axes, expected = OTHERS[name]
+  cut = cut_sequences(batch, 4, 8, axes)
+  assert cut.keys() == batch.keys()
+  for leaf, windows in expected.items():
+    np.testing.assert_array_equal(cut[leaf], windows, err_msg=leaf)
+  jitted = jax.jit(lambda batch: cut_sequences(batch, 4, 8, axes))(batch)
+  jax.tree.map(np.testing.assert_array_equal, jitted, cut)
+
+
+def test_leaves_that_must_be_named_are_those_of_other_lengths_and_pairs():
+  unnamed = {
+    "MaxText's, packed": set(),
+    "T5X's, of two lengths": {"encoder_input_tokens"},
+    "Hugging Face's": {"index"},
+    "tokens with a mask of padding in pairs": {"mask"},
+  }
+  for name, (batch, axes, _) in OTHERS.items():
+    positions = {leaf: how for leaf, how in axes.items() if how == "positions"}
+    asked = set()
+    try:
+      cut_sequences(batch, 4, 8, positions)
+    except ValueError as error:
+      asked = set(re.findall(r"the leaf '(\w+)'", str(error)))
+    assert asked == unnamed[name]
 
 
 @pytest.mark.parametrize(("pattern", "hint"), [("mask", ""), ("token", "write 'token.*'")])
@@ -253,7 +370,7 @@ def test_a_batch_that_can_not_be_cut_is_refused(arguments, keywords, message):
     cut_sequences(*arguments, **keywords)
   # At full length, too: a training must not fail at its first short step only.
   whole = (arguments[0], FULL, FULL)
-  if arguments[1] == 4:
+  if arguments[1] == 4:  # a divisor
     with pytest.raises(ValueError, match=message):
       cut_sequences(*whole, **keywords)
 
@@ -266,7 +383,12 @@ def test_arguments_of_other_kinds_are_refused():
     TypeError, match="must hold NumPy or JAX arrays; got the leaf 'x' of type For"
   ):
     cut_sequences({"x": Foreign()}, 4, FULL)
-  with pytest.raises(TypeError, match=r"`axes` must give each pattern an axis.*got 'both' for 't'"):
-    cut_sequences({"t": TOKENS}, 4, FULL, axes={"t": "both"})
+  for axes in ({"t": "both"}, {"t": (1, 2, 3)}, {"t": 1.0}, {"t": None}, {"t": True}):
+    with pytest.raises(TypeError, match=r"`axes` must give each pattern an axis.*got .* for 't'"):
+      cut_sequences({"t": TOKENS}, 4, FULL, axes=axes)
+  with pytest.raises(
+    TypeError, match=r"'positions' must be of numbers; got the leaf 't' of dtype b"
+  ):
+    cut_sequences({"t": TOKENS > 3}, 4, FULL, axes={"t": "positions"})
   with pytest.raises(TypeError, match="length"):
     jax.jit(lambda n: cut_sequences(TOKENS, n, FULL))(4)
