@@ -58,7 +58,7 @@ def report(results: Results) -> str:
 
 
 _CODE = f"""In your code:
-  O1                boost = optax_boost.auto_boost("O1", total_steps=...)
+  O1                boost = optax_boost.auto_boost("O1", steps, sequence_length=length)
                     tx = boost.optimizer(adamw, loss_fn, params, batch)
                     step(state, boost.batch(batch, number))
   last half         optax_boost.freeze_layers(adamw, groups, optax_boost.fixed_freezing(2, 1))

@@ -186,10 +186,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.error(str(error))
   results: dict[str, list[Result]] = {}
   for level, boost in boosts.items():
-    print(boost.explain())
-    print()
     runs = run(boost, options.epochs, range(options.seeds))
     results[level] = list(tqdm(runs, desc=level, unit="seed", total=options.seeds, leave=False))
+    print(f"{boost.explain()}\n")
   print("level  test accuracy    ms per step  of O0's")
   base = np.mean([result.seconds for result in results[BASELINE]])
   for level, found in results.items():

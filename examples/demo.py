@@ -95,7 +95,7 @@ def at_level(
   level: str, start: Any, feed: Batches, rate: float
 ) -> tuple[optax.GradientTransformation, Iterator[np.ndarray]]:
   """The transformation of a level of `auto_boost`, and the batches as the level cuts them."""
-  boost = optax_boost.auto_boost(level, total_steps=len(feed))
+  boost = optax_boost.auto_boost(level, len(feed), sequence_length=LENGTH)
   adamw = optimizer(rate, len(feed))
   tx = boost.optimizer(adamw, _transformer.loss_fn, start, feed[0])
   return tx, (boost.batch(batch, step) for step, batch in enumerate(feed))
