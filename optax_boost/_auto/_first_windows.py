@@ -22,7 +22,7 @@ from optax_boost._trace import _layer_axes
 
 
 class _Result(NamedTuple):
-  """The value of a loss, and what it says of an index out of bounds, or ""."""
+  """The value of a loss, and the message about its first index out of bounds, or ""."""
 
   value: float
   index_error: str
@@ -112,7 +112,7 @@ def _loss_of_batch(
     # `checkify` can't rewrite every program: not all that are rematerialized, in JAX 0.10.
     with contextlib.suppress(Exception):
       error, value = checked(params, batch, others)
-      return _Result(float(value), (error.get() or "").split("\n", 1)[0])
+      return _Result(float(value), (error.get() or "").split("\n", 1)[0].rstrip(". "))
     return _Result(float(plain(params, batch, others)), "")
 
   return compute

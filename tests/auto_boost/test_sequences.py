@@ -245,7 +245,8 @@ def test_positions_that_run_past_a_table_of_the_models_input_must_be_named(name,
   batch = BATCH | {"positions": positions, "segments": np.ones((4, 16), np.int32)}
   with pytest.raises(ValueError, match="of 2 tokens, must be finite, with indices in") as error:
     declared().optimizer(optax.sgd(0.1), loss, params, batch)
-  assert f"Of whole sequences it is {loss(params, batch):.3}" in str(error.value)
+  assert f". Of whole sequences it is {loss(params, batch):.3}" in str(error.value)
+  assert ". ." not in str(error.value)
   axes = eval(re.search(r"pass `auto_boost` axes=(\{.*?\})", str(error.value))[1])
   assert axes == {"positions": "positions"}
   boost = declared(axes=axes)
