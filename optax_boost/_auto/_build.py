@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from collections.abc import Mapping
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -206,9 +207,11 @@ class AutoBoost:
     freezing = on.get(freeze, {})
     centralizes = _levels.CENTRALIZE in on or on.get("less_bn", {}).get("gc_flag", False)
     layers: Any = None
+    program: Any = None
+    flags = _layer_axes.data_flags(loss, args) if has_loss else []
     if has_loss and (centralizes or freezing or "adasum" in on):
-      flags = _layer_axes.data_flags(loss, args)
-      layers = _layer_axes.describe(_layer_axes.trace(loss, params, args), params, flags)
+      program = _layer_axes.trace(loss, params, args)
+      layers = _layer_axes.describe(program, params, flags)
     # From the inside out. A new method joins here and in `_levels`.
     if centralizes:
       centralize = _centralization.centralize(layers=layers)
@@ -225,10 +228,7 @@ class AutoBoost:
           " params and the loss's arguments, or groups=..."
         )
       if not ours or _convolves(layers):
-        flags = _layer_axes.data_flags(loss, args)
-        groups = _layer_groups.even_groups(
-          program(), flags, layers, params, freezing["param_groups"]
-        )
+        groups = _layer_groups.even_groups(program, flags, layers, params, freezing["param_groups"])
     if freezing:
       effect = "no layers frozen, for most kernels are not of convolutions"
       if groups is not None:

@@ -20,16 +20,12 @@ import operator
 from typing import Any
 from typing import NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from optax_boost._trace import _jaxpr
+from optax_boost._trace import _layer_axes
 from optax_boost._trace import _primitives
-
-# What counts as data, in the order in which it is tried, as in `_leaf_uses`: arrays of the batch,
-# then its scalars, constants, and noise, each with all before it.
-_ARRAYS, _SCALARS, _CONSTANTS, _NOISE = range(4)
+from optax_boost._trace._leaf_uses import DataKind
 
 
 class Flow(NamedTuple):
@@ -67,13 +63,13 @@ def trace_flow(program: Any, num_leaves: int, data: Sequence[bool | None]) -> Fl
 
   `data` flags the other arguments: True for data, None for constants.
   """
-  for kind in range(_NOISE + 1):
-    analysis = _FlowAnalysis(kind)
+  for definition in DataKind:
+    analysis = _FlowAnalysis(definition)
     others = program.jaxpr.invars[num_leaves:]
     arguments = [_Value(of_leaves=1 << leaf) for leaf in range(num_leaves)]
     arguments += [
-      _Value(is_data=_kind(variable.aval, flag) <= kind)
-      for variable, flag in zip(others, data, strict=True)
+      _Value(is_data=kind is not None and kind <= definition)
+      for kind in map(_layer_axes.data_kind, [v.aval for v in others], data)
     ]
     analysis.run(program, arguments)
     if analysis.num_meetings > 1:
@@ -88,23 +84,15 @@ def trace_flow(program: Any, num_leaves: int, data: Sequence[bool | None]) -> Fl
   return Flow(sets(analysis.upstream), ever, recurrent)
 
 
-def _kind(aval: Any, flag: bool | None) -> int:
-  if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
-    return _NOISE
-  if flag is None:
-    return _CONSTANTS if aval.size > 1 else _NOISE + 1
-  return _ARRAYS if aval.size > 1 else _SCALARS
-
-
 def _leaves_in(bits: int) -> frozenset[int]:
   return frozenset(leaf for leaf in range(bits.bit_length()) if bits >> leaf & 1)
 
 
 class _FlowAnalysis(_jaxpr.Interpreter[_Value]):
-  """Notes what is upstream of each leaf, with some kinds of values as data."""
+  """Notes what is upstream of each leaf, with one definition of data."""
 
-  def __init__(self, kind: int) -> None:
-    self._kind = kind
+  def __init__(self, definition: DataKind) -> None:
+    self._definition = definition
     self.upstream: dict[int, int] = {}
     self.ever_upstream: dict[int, int] = {}
     self.num_meetings = 0
@@ -112,7 +100,7 @@ class _FlowAnalysis(_jaxpr.Interpreter[_Value]):
     self._met = 0  # the leaves that met data in the loop that is being followed
 
   def constant(self, value: Any) -> _Value:
-    return _Value(is_data=self._kind >= _CONSTANTS and np.size(value) > 1)
+    return _Value(is_data=self._definition >= DataKind.CONSTANT and np.size(value) > 1)
 
   def join(self, values: Sequence[_Value]) -> _Value:
     return _Value(
@@ -127,7 +115,7 @@ class _FlowAnalysis(_jaxpr.Interpreter[_Value]):
       return inputs
     is_data = any(v.is_data for v in inputs)
     if equation.primitive.name == "random_wrap":
-      is_data = is_data and self._kind >= _NOISE
+      is_data = is_data and self._definition >= DataKind.NOISE
     of_leaves = _unite(v.of_leaves for v in inputs)
     if not is_data:
       is_summed = any(

@@ -265,7 +265,7 @@ def describe(program: Any, params: Any, data: Sequence[bool | None] | None = Non
     analysis = _leaf_uses.LeafUses(definition, named)
     arguments = [analysis.leaf(shape) for shape in shapes[: len(paths)]]
     arguments += [
-      analysis.argument(variable.aval.shape, _data_kind(variable.aval, flag))
+      analysis.argument(variable.aval.shape, data_kind(variable.aval, flag))
       for variable, flag in zip(others, flags, strict=True)
     ]
     for loss in analysis.run(program, arguments)[:1]:
@@ -310,7 +310,8 @@ def _by_narrowest_definition(
   return max(found, key=lambda pair: pair[0])[1]
 
 
-def _data_kind(aval: Any, flag: bool | None) -> DataKind | None:
+def data_kind(aval: Any, flag: bool | None) -> DataKind | None:
+  """The kind of an argument of the loss; `flag` is True for data, None for constants."""
   # Noise on the weights, drawn ahead of the forward pass, is not where they are used.
   if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
     return DataKind.NOISE
