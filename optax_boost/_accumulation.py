@@ -12,8 +12,10 @@ import optax
 
 from optax_boost import _arrays
 from optax_boost import _base
+from optax_boost import _compositions
 from optax_boost import _conditional
 from optax_boost import _finiteness
+from optax_boost import _form
 from optax_boost import _protocol
 from optax_boost import _skippable
 from optax_boost import _transformation
@@ -35,7 +37,7 @@ class AccumulateState(NamedTuple):
     count: scalar int32, micro-steps in the current window; 0 right after an inner step.
     inner_count: scalar int32, windows at whose end the inner optimizer was called; it may have
       skipped its step.
-    weight_sum: scalar float32, the weights in the current window.
+    weight_sum: scalar float32 (float64 under x64), the weights in the current window.
     accumulator: tree of the params' structure, the weighted sum of the gradients in the window.
     notfinite_count: scalar int32, micro-batches whose gradient or weight was not finite, whose
       weight was negative, or whose gradient overflowed the sum.
@@ -96,7 +98,11 @@ def accumulate(
     the number of examples or tokens in the micro-batch, 1 unless given; `weight` of
     :func:`make_train_step` sets it. `inner` sees the other extra arguments of the window's
     last micro-step, and as `grad` the mean gradient; an :func:`accumulate` in it gets the window's
-    weight.
+    weight. :func:`master_weights` and :func:`stochastic_rounding` inside get the mean in float32.
+
+  Raises:
+    ValueError: in ``init``: `inner` holds :func:`svrg`, whose snapshot's gradient would be of the
+      last micro-batch alone.
 
   Examples:
     >>> import jax.numpy as jnp, optax, optax_boost
@@ -135,10 +141,17 @@ class _Accumulate:
   axis_name: str | tuple[str, ...] | None
 
   def init(self, params: optax.Params) -> AccumulateState:
+    takes = {name for form in _compositions.forms(self.inner) for name in form.extra_args}
+    if "grad_fn" in takes and _base.concrete_number(self.every) != 1:
+      raise ValueError(
+        "`accumulate` can't hold a method that takes gradients at other params, as `svrg` does:"
+        " they would be of the window's last micro-batch, beside the mean gradient of all. Use"
+        " larger batches, or `optax.microbatching` in the loss."
+      )
     return AccumulateState(
       count=jnp.zeros([], jnp.int32),
       inner_count=jnp.zeros([], jnp.int32),
-      weight_sum=jnp.zeros([], jnp.float32),
+      weight_sum=jnp.zeros([], float),
       accumulator=_arrays.zeros_like_wide(params),
       notfinite_count=jnp.zeros([], jnp.int32),
       inner_state=self.inner.init(params),
@@ -162,7 +175,9 @@ class _Accumulate:
     def mean() -> tuple[optax.Updates, dict[str, Any]]:
       """The mean gradient of the window, also as `grad`, and its weight."""
       of_window = jax.tree.map(lambda t: _arrays.divide(t, divisor), total)
-      of_window = _conditional.cast_like(of_window, grads)
+      # Masters inside take the mean unrounded.
+      if not any(form.keeps == "rounding" for form in _form.wrappers_around(self.inner)):
+        of_window = _conditional.cast_like(of_window, grads)
       extra = extra_args | ({"grad": of_window} if "grad" in extra_args else {})
       # Not for every optimizer: optax's line searches refuse arguments that closures do not take.
       if _tree.find_states(state.inner_state, AccumulateState):
@@ -224,10 +239,10 @@ def _keeps(state: AccumulateState, not_finite: str | None) -> bool:
 
 
 def _checked_weight(weight: Any) -> jax.Array:
-  """The weight of a micro-batch in float32; checked if it is not traced."""
+  """The weight of a micro-batch, a scalar float; checked if it is not traced."""
   largest = float(jnp.finfo(jnp.float32).max)
   _base.check_number("weight", weight, minimum=0.0, maximum=largest)
-  return jnp.asarray(weight, jnp.float32)
+  return jnp.asarray(weight, float)
 
 
 def _weighted(weight: jax.Array, total: jax.Array, g: jax.Array) -> jax.Array:

@@ -4,6 +4,7 @@ The snapshots x_1, ..., x_k are the params after the steps that are due. Their a
 
   start:      a <- a + (x_k - a) / k, the mean of all snapshots
   decay = d:  a <- a + (x_k - a) (1 - d) / (1 - d^k), weights d^(k-i) divided by their sum
+  decay(k):   a <- a + (x_k - a) (1 - decay(k)), from the initial params on
 """
 
 from collections.abc import Callable
@@ -31,12 +32,16 @@ _METHOD = "average_params"
 def _blend(a: jax.Array, x: jax.Array, k: jax.Array, decay: Any) -> jax.Array:
   """The average after the k-th snapshot x; entries of x that are not finite are ignored."""
   dtype = a.real.dtype
-  k = k.astype(dtype)
-  share = 1 / k
-  if decay is not None:
+  if callable(decay):
+    share = jnp.asarray(1 - decay(k), dtype)
+  elif decay is not None:
     fresh = jnp.asarray(1 - decay, dtype)
-    share = fresh / -jnp.expm1(k * jnp.log1p(-fresh))
-  mixed = jnp.where(k == 1, x, a + share * (x - a))
+    share = fresh / -jnp.expm1(k.astype(dtype) * jnp.log1p(-fresh))
+  else:
+    share = 1 / k.astype(dtype)
+  # The first snapshot has the share 1, up to rounding.
+  is_whole = share == 1 if callable(decay) else k == 1
+  mixed = jnp.where(is_whole, x, a + share * (x - a))
   # Finite snapshots that are far apart can carry the average beyond the range.
   good = _finiteness.finite_entries(x) & _finiteness.finite_entries(mixed)
   return jnp.where(good, mixed, a)
@@ -68,7 +73,7 @@ def average_params(
   inner: optax.GradientTransformation,
   *,
   start: jax.typing.ArrayLike | None = None,
-  decay: jax.typing.ArrayLike | None = None,
+  decay: jax.typing.ArrayLike | Callable[[jax.Array], jax.typing.ArrayLike] | None = None,
   every: jax.typing.ArrayLike = 1,
 ) -> optax.GradientTransformationExtraArgs:
   r"""Keeps an average of the params along the training; the updates are `inner`'s.
@@ -93,7 +98,10 @@ def average_params(
       params.
     decay: exponential weights, above 0 and below 1, corrected for the start: after the first
       snapshot the average is that snapshot. Raising it smooths more and lags more; about
-      1 / (1 - decay) snapshots count.
+      1 / (1 - decay) snapshots count. Or a function of the number of the snapshot, 1 for the first,
+      to the weight of the average before it, which begins as the initial params: timm's warm-up is
+      ``lambda k: jnp.minimum(0.9999, (1 + k) / (10 + k))``, diffusers' ``lambda k:
+      jnp.minimum(0.9999, 1 - (1 + k) ** (-2 / 3))``.
     every: the steps from one snapshot to the next. Raising it costs less time, and spaces the
       snapshots over a longer part of the training.
 
@@ -121,7 +129,7 @@ def average_params(
   inner = _base.check_transformation("inner", inner)
   if start is not None:
     _base.check_whole_number("start", start, minimum=0)
-  if decay is not None:
+  if decay is not None and not callable(decay):
     _base.check_number("decay", decay, positive=True, below=1)
   _base.check_whole_number("every", every)
   if (start is None) == (decay is None):
@@ -233,7 +241,12 @@ def _rounded(p: jax.Array) -> jax.Array:
   return jax.lax.optimization_barrier(p) if jnp.dtype(p.dtype).itemsize < 4 else p
 
 
-def averaged_params(opt_state: optax.OptState, params: optax.Params) -> optax.Params:
+def averaged_params(
+  opt_state: optax.OptState,
+  params: optax.Params,
+  *,
+  dtype: jax.typing.DTypeLike | None = None,
+) -> optax.Params:
   """The averages that :func:`average_params` keeps, as params to evaluate the model with.
 
   Args:
@@ -241,9 +254,11 @@ def averaged_params(opt_state: optax.OptState, params: optax.Params) -> optax.Pa
       or inside other wrappers, or for a part of the leaves.
     params: the current params: they give dtypes, the values of leaves that are not averaged
       (``optax.masked``, ``optax.partition``), and all values before the first snapshot.
+    dtype: of floating-point leaves, as jnp.float32 for params in half precision, whose averages are
+      kept in float32. None: the params' own.
 
   Returns:
-    A tree like `params`, of its dtypes. May be called under ``jit``.
+    A tree like `params`, of its dtypes unless `dtype` is given. May be called under ``jit``.
 
   Raises:
     ValueError: `opt_state` holds no :func:`average_params`, several of the same leaf, one of other
@@ -260,12 +275,18 @@ def averaged_params(opt_state: optax.OptState, params: optax.Params) -> optax.Pa
     >>> round(float(optax_boost.averaged_params(state, params)), 4)  # (0.5 * 4 + 2) / 1.5
     2.6667
   """
-  states = _tree.find_states(opt_state, AverageParamsState)
+  _base.check_floating_dtype("dtype", dtype, optional=True)
+  # Those inside others, too.
+  states = [node for node in _protocol.nodes(opt_state) if isinstance(node, AverageParamsState)]
   if not states:
     raise ValueError(
       "`averaged_params` needs the state of an optimizer with `optax_boost.average_params` in it;"
       f" got {_base.shorten(jax.tree.structure(opt_state), 200)}."
     )
+  if dtype is not None:
+    # Leaves that are not averaged are widened, too.
+    floating = lambda p: jnp.issubdtype(jnp.result_type(p), jnp.floating)  # noqa: E731
+    params = jax.tree.map(lambda p: jnp.asarray(p, dtype) if floating(p) else p, params)
   leaves, structure = jax.tree.flatten(params)
   averaged: list[Any] = [None] * len(leaves)
   for state in states:

@@ -86,6 +86,20 @@ def concrete_number(value: _types.Unchecked) -> Any:
   return None
 
 
+def check_floating_dtype(name: str, value: Any, *, optional: bool = False) -> None:
+  """Raises TypeError unless an argument names a floating dtype."""
+  try:
+    # NumPy takes None for float64 and an array for its dtype.
+    named = value is not None and not is_any_array(value)
+    floating = named and jnp.issubdtype(jnp.dtype(value), jnp.floating)
+  except (TypeError, ValueError):
+    floating = False
+  if not (floating or (optional and value is None)):
+    raise TypeError(
+      f"`{name}` must be a floating dtype, as jnp.float32 or jnp.bfloat16; got {shorten(value)}."
+    )
+
+
 def check_number(
   name: str,
   value: _types.Unchecked,

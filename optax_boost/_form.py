@@ -68,6 +68,14 @@ class Form:
     check(tree, self.method)
 
 
+def wrappers_around(tx: optax.GradientTransformation) -> list[Form]:
+  """The wrappers around an innermost transformation that the driver calls, from the outside in."""
+  form = form_of(tx.update)
+  if form is None or form.wrapper is None:
+    return []
+  return [form, *wrappers_around(form.wrapper.inner)]
+
+
 def form_of(update: Callable[..., Any]) -> Form | None:
   """The form of an ``update`` of ours; None of any other function.
 

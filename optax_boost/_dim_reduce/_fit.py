@@ -100,7 +100,7 @@ def fit_subspace(
     <https://arxiv.org/abs/0909.4061>`_, 2011.
   """
   _base.check_whole_number("components", components, static=True)
-  _trajectory.check_floating_dtype("dtype", dtype)
+  _base.check_floating_dtype("dtype", dtype)
   _groups.check_groups(groups)
   key = None if key is None else _base.as_key("key", key)
   blocks, snapshot = _read(snapshots, components + _pca.GUARD)

@@ -57,21 +57,6 @@ class TrajectoryState(NamedTuple):
   notfinite_count: jax.Array
 
 
-def check_floating_dtype(name: str, value: Any, *, optional: bool = False) -> None:
-  """Raises TypeError unless an argument names a floating dtype."""
-  try:
-    # NumPy takes None for float64 and an array for its dtype.
-    named = value is not None and not _base.is_any_array(value)
-    floating = named and jnp.issubdtype(jnp.dtype(value), jnp.floating)
-  except (TypeError, ValueError):
-    floating = False
-  if not (floating or (optional and value is None)):
-    raise TypeError(
-      f"`{name}` must be a floating dtype, as jnp.float32 or jnp.bfloat16; got"
-      f" {_base.shorten(value)}."
-    )
-
-
 def record_trajectory(
   every: int,
   capacity: int,
@@ -116,7 +101,7 @@ def record_trajectory(
   """
   _base.check_whole_number("every", every)
   _base.check_whole_number("capacity", capacity, static=True)
-  check_floating_dtype("dtype", dtype, optional=True)
+  _base.check_floating_dtype("dtype", dtype, optional=True)
   _base.check_axis_name("axis_name", axis_name)
 
   def init(params: optax.Params) -> TrajectoryState:

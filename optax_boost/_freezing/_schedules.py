@@ -333,12 +333,15 @@ def progressive_freezing(
   )
 
 
-def fixed_freezing(num_groups: int, frozen_groups: int) -> FreezeSchedule:
+def fixed_freezing(
+  num_groups: int, frozen_groups: int, *, steps: int | None = None
+) -> FreezeSchedule:
   """Freezes the same first groups in every step, as for fine-tuning the last layers.
 
   Args:
     num_groups: the number of groups G.
     frozen_groups: how many are frozen, at most G - 1. Raising it saves more time and trains less.
+    steps: for how many steps, as until a new head is trained; then nothing is. None: for all.
 
   Returns:
     A :class:`FreezeSchedule`.
@@ -348,16 +351,23 @@ def fixed_freezing(num_groups: int, frozen_groups: int) -> FreezeSchedule:
     >>> schedule = optax_boost.fixed_freezing(10, frozen_groups=8)
     >>> [int(schedule.frozen_groups(step, None)) for step in (0, 1, 1000)]
     [8, 8, 8]
+    >>> schedule = optax_boost.fixed_freezing(10, frozen_groups=8, steps=1000)
+    >>> [int(schedule.frozen_groups(step, None)) for step in (0, 999, 1000)]
+    [8, 8, 0]
   """
   num_groups = _check_num_groups(num_groups)
   _base.check_whole_number(
     "frozen_groups", frozen_groups, minimum=0, maximum=num_groups - 1, static=True
   )
+  end = _base.LARGEST_COUNT
+  if steps is not None:
+    _base.check_whole_number("steps", steps, static=True)
+    end = int(steps)
   return FreezeSchedule(
     num_groups,
-    lambda count, key: jnp.full_like(count, frozen_groups),
-    depths=(frozen_groups,),
-    lasts=lambda count: jnp.full_like(count, _base.LARGEST_COUNT),
+    lambda count, key: jnp.where(jnp.asarray(count) < end, frozen_groups, 0),
+    depths=(frozen_groups,) if steps is None else (0, frozen_groups),
+    lasts=lambda count: jnp.where(count < end, end - count, _base.LARGEST_COUNT),
   )
 
 

@@ -201,7 +201,7 @@ class _FreezeLayers:
   def before(
     self, call: _skippable.Call, state: FreezeLayersState
   ) -> tuple[_skippable.Call, FreezeLayersState, _group_counts.GroupCounts]:
-    depth, wrappers = state.frozen_groups, _wrappers_inside(self.inner)
+    depth, wrappers = state.frozen_groups, len(_form.wrappers_around(self.inner))
     frozen = functools.partial(_layer_groups.select_frozen, depth)
     grads, _ = call.gradients()
     numbers = self.number(grads)
@@ -280,14 +280,6 @@ class _FreezeLayers:
     return jax.tree.map(
       lambda n, u: (_arrays.widen(u) * scale[n]).astype(u.dtype), numbers, updates
     )
-
-
-def _wrappers_inside(tx: optax.GradientTransformation) -> int:
-  """The number of wrappers of ours around the innermost transformation."""
-  form = _form.form_of(tx.update)
-  if form is None or form.wrapper is None:
-    return 0
-  return 1 + _wrappers_inside(form.wrapper.inner)
 
 
 def _warn_of_counts(layout: _state_layout.StateLayout) -> None:

@@ -376,6 +376,8 @@ class LeafUses(_jaxpr.Interpreter[Value]):
       if product is not None and operand < 2 and not value.data:
         inputs_of_kernels = self._inputs_of_kernels(value, product.contracted[operand])
       for axis_map in value.axis_maps:
+        if _is_number_beside_its_leaf(value, axis_map):
+          continue
         if value.data:
           self._note_input(axis_map)
         use = _use(equation, operand, axis_map, product)
@@ -549,6 +551,12 @@ def _is_scale(value: Value, axis_map: AxisMap, contracted: Sequence[int]) -> boo
   kept = [dim for dim in range(len(axis_map.dims)) if dim not in contracted]
   is_broadcast = not axis_map.contracted and not axis_map.axes(kept)
   return is_broadcast and any(m.axes(kept) for m in value.axis_maps)
+
+
+def _is_number_beside_its_leaf(value: Value, axis_map: AxisMap) -> bool:
+  """Whether an operand has the leaf itself beside a number made of it, as its norm."""
+  others = (m for m in value.axis_maps if m.leaf == axis_map.leaf)
+  return not axis_map.axes() and any(m.axes() for m in others)
 
 
 def _free(value: Value, dims: Sequence[int]) -> list[int]:

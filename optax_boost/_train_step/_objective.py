@@ -34,7 +34,7 @@ class Objective:
 
   def value_and_grad(self, params: optax.Params) -> tuple[tuple[jax.Array, Any], optax.Updates]:
     """The loss with aux, and the scaled gradient, zero for frozen leaves and layers."""
-    loss = self._without_frozen_gradients()
+    loss = _depending(self._without_frozen_gradients())
     if self.scaling is None:
       output, gradients = jax.value_and_grad(loss, has_aux=True)(params)
     else:
@@ -79,6 +79,25 @@ class Objective:
 
     grad_fn = of_masked(lambda params: self.value_and_grad(params)[1], current)
     return {"value_fn": value_fn, "grad_fn": grad_fn, "obj_fn": value_fn}
+
+
+def _depending(
+  loss: Callable[[optax.Params], tuple[jax.Array, Any]],
+) -> Callable[[optax.Params], tuple[jax.Array, Any]]:
+  """The loss, to be differentiated; ValueError if no gradient of it reaches the params."""
+
+  def checked(params: optax.Params) -> tuple[jax.Array, Any]:
+    value, aux = loss(params)
+    # JAX differentiates what it has wrapped as it has wrapped the params.
+    if type(value) not in map(type, jax.tree.leaves(params)):
+      raise ValueError(
+        "`loss_fn` must compute the loss from the params that it is given; no gradient of it"
+        " reaches them, so nothing would be trained. Does it use a model of an outer scope, or"
+        " `jax.lax.stop_gradient`?"
+      )
+    return value, aux
+
+  return checked
 
 
 def steepest_ascent(gradients: _types.SameTree) -> _types.SameTree:

@@ -22,7 +22,6 @@ import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 
 from optax_boost import _apply_gradients
@@ -139,7 +138,7 @@ class Program:
     metrics |= _verdict.metrics(rejected, value)
     if freezing is not None:
       # Of this step; the new state holds the next one's.
-      metrics["frozen_groups"] = jnp.asarray(freezing.depth, jnp.int32)
+      metrics["frozen_groups"] = freezing.num_frozen()
       if self.hold_frozen_statistics:
         model_state = _statistics.hold_statistics(
           state.model_state,

@@ -59,6 +59,11 @@ class FreezeRequest:
       return None
     return [group < self.depth for group in self.groups]
 
+  def num_frozen(self) -> jax.Array:
+    """How many groups with a leaf or layer are frozen; scalar int32."""
+    held = np.array(sorted({int(n) for group in self.groups for n in np.ravel(group)}), np.int32)
+    return jnp.sum(held < self.depth, dtype=jnp.int32)
+
   def zero_frozen(self, gradients: optax.Updates) -> optax.Updates:
     """Gradients with zeros for frozen leaves and layers."""
 

@@ -43,8 +43,9 @@ class TrainStep:
       path and shape, and all others lie on every device of the mesh.
 
     Raises:
-      TypeError: a leaf is not an array, one of the params is not floating-point, or the params are
-        a pair for ``optax.lookahead``.
+      TypeError: a leaf is not an array, one of the params is not floating-point, the params are a
+        pair for ``optax.lookahead`` or an NNX model with other variables than params, or the loss
+        takes statistics and `model_state` is None.
     """
     if isinstance(params, optax.LookaheadParams):
       raise TypeError(
@@ -54,6 +55,12 @@ class TrainStep:
       )
     _tree.check_traceable("params", params)
     _tree.check_traceable("model_state", model_state)
+    _check_variables(params)
+    if self.program.has_model_state and model_state is None:
+      raise TypeError(
+        "`step.init` needs the mutable statistics that the loss takes: `step.init(params,"
+        " model_state)`."
+      )
     if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves((params, model_state))):
       state = jax.eval_shape(self.init, params, model_state)
       return _state.place_abstract(state, params, model_state)
@@ -155,6 +162,19 @@ class TrainStep:
     self, state: _state.TrainState, batch: Any, rng: Any, depth: int | None
   ) -> tuple[Any, ...]:
     return state, batch, rng, self.program.data, depth, _state.placement(state)
+
+
+def _check_variables(params: _types.Unchecked) -> None:
+  """Refuses NNX models whose statistics would be taken for params, without an import of Flax."""
+  for node in _protocol.nodes(params):
+    bases = [base for base in type(node).__mro__ if base.__module__.startswith("flax.nnx")]
+    names = {base.__name__ for base in bases}
+    if "Variable" in names and "Param" not in names:
+      raise TypeError(
+        "`params` must be the arrays that are trained; got an NNX model with a"
+        f" {bases[0].__name__}, too. Use `optax_boost.nnx.make_train_step` or"
+        " `optax_boost.nnx.split_loss`."
+      )
 
 
 def _check_call(state: _types.Unchecked, rng: _types.Unchecked) -> None:

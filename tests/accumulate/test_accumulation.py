@@ -227,3 +227,50 @@ def test_the_mean_over_the_devices_is_the_mean_over_all_tokens():
 def test_an_error_for_an_unknown_treatment_lists_the_known_ones():
   with pytest.raises(ValueError, match=r"`not_finite` must be one of 'drop', 'keep', None; got 'n"):
     optax_boost.accumulate(optax.sgd(0.1), 2, not_finite="none")
+
+
+ROUNDED = {
+  "masters": optax_boost.master_weights,
+  "an average": lambda tx: optax_boost.average_params(optax_boost.master_weights(tx), start=0),
+  "a loss scale": lambda tx: optax_boost.dynamic_loss_scale(optax_boost.master_weights(tx), 1.0),
+  "a window": lambda tx: optax_boost.accumulate(optax_boost.master_weights(tx), 1),
+}
+
+
+@pytest.mark.parametrize("inside", ROUNDED)
+@pytest.mark.parametrize(
+  ("dtype", "values"), [("bfloat16", (1.0, 1.0078125)), ("float16", (6e-8, 0.0))]
+)
+def test_masters_inside_take_the_mean_of_a_window_unrounded(inside, dtype, values):
+  grads = np.array(values).astype(jnp.dtype(dtype))
+  tx = optax_boost.accumulate(ROUNDED[inside](optax.sgd(1.0)), 2)
+  params = jnp.zeros(1, dtype)
+  state = tx.init(params)
+  for g in grads:
+    params, state = optax_boost.apply_gradients(tx, jnp.asarray([g]), state, params)
+  (masters,) = optax.tree.get(state, "master_params")
+  assert masters == -np.mean(grads.astype(np.float32))
+
+
+def test_other_optimizers_get_the_mean_in_the_gradients_dtype():
+  seen = []
+  inner = optax.stateless(lambda updates, params: seen.append(updates.dtype) or updates)
+  tx, params = optax_boost.accumulate(inner, 1), jnp.ones(2, jnp.bfloat16)
+  updates, _ = tx.update(params, tx.init(params), params)
+  assert {*seen, updates.dtype} == {jnp.dtype(jnp.bfloat16)}
+
+
+def test_a_method_that_takes_gradients_at_other_params_is_refused_in_a_window():
+  inner = optax.chain(optax_boost.svrg(None), optax.sgd(0.1))
+  with pytest.raises(ValueError, match=r"as `svrg` does: .* window's last micro-batch"):
+    optax_boost.accumulate(inner, 2).init(jnp.ones(2))
+  optax_boost.accumulate(inner, 1).init(jnp.ones(2))
+
+
+def test_weights_are_summed_in_float64_under_x64():
+  with jax.enable_x64(True):
+    tx, params = optax_boost.accumulate(optax.sgd(1.0), 3), jnp.zeros(1)
+    state = tx.init(params)
+    for weight in (2.0**24, 1.0):
+      _, state = tx.update(jnp.ones(1), state, params, weight=weight)
+    assert state.weight_sum == 2.0**24 + 1

@@ -704,3 +704,53 @@ def test_averages_of_other_params_than_a_pair_are_refused():
   pair = optax.LookaheadParams.init_synced(params)
   with pytest.raises(ValueError, match="`averaged_params` needs the params that the state is of"):
     optax_boost.averaged_params(state, pair)
+
+
+WARM_UPS = {
+  "timm": lambda k: np.minimum(0.9, (1 + k) / (10 + k)),
+  "diffusers": lambda k: np.minimum(0.9, 1 - (1 + k) ** (-2 / 3)),
+  "copies at first": lambda k: np.where(k < 3, 0.0, 0.5),
+}
+
+
+@pytest.mark.parametrize("name", WARM_UPS)
+def test_the_decay_may_be_a_function_of_the_number_of_snapshots(name):
+  decay = WARM_UPS[name]
+  tx = optax_boost.average_params(
+    optax.sgd(0.1), decay=lambda k: jnp.asarray(decay(np.arange(9)), jnp.float32)[k]
+  )
+  params = jnp.array([1.0, -2.0])
+  state, expected = tx.init(params), np.array([1.0, -2.0])
+  step = jax.jit(lambda p, s: optax_boost.apply_gradients(tx, p, s, p))
+  for k in range(1, 8):
+    params, state = step(params, state)
+    expected = decay(k) * expected + (1 - decay(k)) * np.asarray(params, np.float64)
+  averaged = optax_boost.averaged_params(state, params)
+  np.testing.assert_allclose(averaged, expected, rtol=8 * np.finfo(np.float32).eps)
+
+
+def test_averages_of_half_precision_params_may_be_read_in_float32():
+  tx = optax_boost.average_params(optax.sgd(2.0**-9), start=0)
+  params = {"a": jnp.ones(2, jnp.bfloat16), "n": jnp.ones(1, jnp.bfloat16)}
+  state = tx.init(params)
+  masters = []
+  for g in (1.0, -3.0, 5.0):
+    updates, state = tx.update(jax.tree.map(lambda p, g=g: g * p, params), state, params)
+    params = optax.apply_updates(params, updates)
+    masters.append(np.asarray(params["a"], np.float64))
+  wide = optax_boost.averaged_params(state, params, dtype=jnp.float32)
+  assert wide["a"].dtype == jnp.float32
+  np.testing.assert_allclose(wide["a"], np.mean(masters, 0), rtol=4 * np.finfo(np.float32).eps)
+  narrow = optax_boost.averaged_params(state, params)
+  assert narrow["a"].dtype == jnp.bfloat16
+  with pytest.raises(TypeError, match="`dtype` must be a floating dtype"):
+    optax_boost.averaged_params(state, params, dtype=jnp.int32)
+
+
+def test_nested_averages_are_an_error_that_names_the_leaf():
+  inner = optax_boost.average_params(optax.sgd(0.1), start=0)
+  tx = optax_boost.average_params(inner, decay=0.5)
+  state = tx.init({"a": jnp.ones(2)})
+  with pytest.raises(ValueError, match="two averages of the leaf 'a'"):
+    optax_boost.averaged_params(state, {"a": jnp.ones(2)})
+  optax_boost.averaged_params(state.inner_state, {"a": jnp.ones(2)})

@@ -5,6 +5,7 @@ import gc
 import itertools
 import pathlib
 import re
+import warnings
 import weakref
 
 import chex
@@ -638,6 +639,7 @@ def test_a_key_that_is_put_into_the_state_counts_from_the_next_step_on():
 READS = {
   # The first state is a user's, the second is the first of a step.
   "fixed": (optax_boost.fixed_freezing(LAYERS, 2), [0, 1]),
+  "fixed, then free": (optax_boost.fixed_freezing(LAYERS, 2, steps=7), [0, 1, 7]),
   "gradual": (optax_boost.gradual_unfreezing(LAYERS, every=5), [0, 1, 5, 10, 15]),
   "progressive": (optax_boost.progressive_freezing(LAYERS, 16, 0.5), [0, 1, 8, 11, 13]),
   # Nothing is frozen for three steps in six; the others are one step each.
@@ -984,3 +986,16 @@ def test_the_train_step_refuses_two_freezes():
   step = optax_boost.make_train_step(chain_loss, tx)
   with pytest.raises(ValueError, match=r"at most one state with a `frozen_groups`.*holds 2"):
     step(step.init(chain_params()), BATCH)
+
+
+@pytest.mark.parametrize(("pattern", "expected"), [("enc", 1), ("encodr", 0)])
+def test_the_metric_counts_the_groups_in_which_something_is_frozen(pattern, expected):
+  tx = optax_boost.freeze_layers(
+    optax.sgd(0.1), [pattern, "head"], optax_boost.fixed_freezing(2, 1)
+  )
+  step = optax_boost.make_train_step(lambda p, x: jnp.sum(p["enc"] * p["head"] * x), tx)
+  with warnings.catch_warnings():
+    warnings.simplefilter("ignore", optax_boost.NoEffectWarning)
+    state, metrics = step(step.init({"enc": jnp.ones(2), "head": jnp.ones(2)}), 1.0)
+  assert int(metrics["frozen_groups"]) == expected
+  assert bool(np.all(np.asarray(state.params["enc"]) == 1)) == bool(expected)

@@ -12,6 +12,7 @@ from flax import linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import optax_boost
@@ -187,7 +188,7 @@ def test_towers_of_different_depths_are_counted_from_their_last_blocks():
   )
   # The rates of each tower are those of the recipe for this tower alone.
   ones = jax.tree.map(lambda _: np.ones((), np.float32), params)
-  decay = optax_boost.layerwise_decay(plan, 0.5)
+  decay = optax_boost.layerwise_decay(optax.identity(), plan, 0.5)
   rates, _ = decay.update(ones, decay.init(ones))
   for tower, layers in (
     (rates["img"]["Transformer"], LAYERS + 2),

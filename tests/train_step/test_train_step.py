@@ -4,6 +4,7 @@ import itertools
 import warnings
 
 import chex
+from flax import nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -621,3 +622,32 @@ def test_refuses_a_batch_or_key_of_the_wrong_kind(batch, rng, message):
   for call in (step, step.lower):
     with pytest.raises(TypeError, match=message):
       call(state, batch, rng)
+
+
+def test_a_loss_that_does_not_depend_on_the_params_is_refused():
+  outer = {"w": jnp.ones(3)}
+  losses = {
+    "an outer model": lambda params, batch: jnp.sum(outer["w"] * batch),
+    "stopped": lambda params, batch: jnp.sum(jax.lax.stop_gradient(params["w"]) * batch),
+  }
+  for loss in losses.values():
+    for tx in (optax.sgd(0.1), optax_boost.dynamic_loss_scale(optax.sgd(0.1))):
+      step = optax_boost.make_train_step(loss, tx)
+      with pytest.raises(ValueError, match="no gradient of it reaches them"):
+        step(step.init(outer), jnp.ones(3))
+
+
+def test_a_whole_nnx_model_and_missing_statistics_are_refused_in_words():
+  class Model(nnx.Module):
+    def __init__(self):
+      self.linear = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+      self.norm = nnx.BatchNorm(2, rngs=nnx.Rngs(0))
+
+  step = optax_boost.make_train_step(lambda model, x: jnp.mean(model(x)), optax.sgd(0.1))
+  with pytest.raises(TypeError, match=r"NNX model with a (BatchStat|Rng\w+), too.*nnx.split_loss"):
+    step.init(Model())
+  step = optax_boost.make_train_step(
+    lambda p, s, x: (jnp.sum(p * x), s), optax.sgd(0.1), has_model_state=True
+  )
+  with pytest.raises(TypeError, match=r"`step.init\(params, model_state\)`"):
+    step.init(jnp.ones(2))
