@@ -20,8 +20,9 @@ class TrainState(NamedTuple):
   Attributes:
     params: the trainable arrays.
     opt_state: the transformation's state.
-    model_state: mutable statistics (BatchNorm) that the loss returns, or None.
-    step: scalar int32, the number of steps made.
+    model_state: mutable statistics (BatchNorm) that the loss returns, or None. They are kept as
+      they were if a wrapper leaves a batch out.
+    step: scalar int32, the number of calls of the step.
   """
 
   params: optax.Params
