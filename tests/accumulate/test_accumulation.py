@@ -267,10 +267,9 @@ def test_a_method_that_takes_gradients_at_other_params_is_refused_in_a_window():
   optax_boost.accumulate(inner, 1).init(jnp.ones(2))
 
 
-def test_weights_are_summed_in_float64_under_x64():
-  with jax.enable_x64(True):
-    tx, params = optax_boost.accumulate(optax.sgd(1.0), 3), jnp.zeros(1)
-    state = tx.init(params)
-    for weight in (2.0**24, 1.0):
-      _, state = tx.update(jnp.ones(1), state, params, weight=weight)
-    assert state.weight_sum == 2.0**24 + 1
+def test_weights_are_summed_in_float64_under_x64(x64):
+  tx, params = optax_boost.accumulate(optax.sgd(1.0), 3), jnp.zeros(1)
+  state = tx.init(params)
+  for weight in (2.0**24, 1.0):
+    _, state = tx.update(jnp.ones(1), state, params, weight=weight)
+  assert state.weight_sum == 2.0**24 + 1
