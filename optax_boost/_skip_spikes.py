@@ -92,13 +92,13 @@ def skip_spikes(
     >>> tx = optax_boost.skip_spikes(optax.sgd(1.0), factor=5.0, start=2)
     >>> params = jnp.zeros(2)
     >>> state = tx.init(params)
-    >>> for gradient in ([3.0, 4.0], [4.0, 3.0], [300.0, 400.0], [0.0, 5.0]):
+    >>> for gradient in ([3.0, 4.0], [4.0, 3.0], [300.0, 400.0], [3.0, 4.0]):
     ...   updates, state = tx.update(jnp.array(gradient), state, params)
     ...   print(updates.tolist(), float(state.gradient_norm), int(state.spike_count))
     [-3.0, -4.0] 5.0 0
     [-4.0, -3.0] 5.0 0
     [0.0, 0.0] 500.0 1
-    [0.0, -5.0] 5.0 1
+    [-3.0, -4.0] 5.0 1
   """
   inner = _base.check_transformation("inner", inner)
   _base.check_number("factor", factor, minimum=1.0)
