@@ -623,3 +623,24 @@ def test_a_depth_beyond_the_groups_is_clipped(depth, trained):
       assert int(state.frozen_groups) == 2 - sum(trained)
       updates, state = tx.update(ones(0, written_out()), state, written_out())
       assert [bool(np.any(updates[name])) for name in ("body", "head")] == trained
+
+
+def test_freezing_costs_the_same_around_a_loss_scale_and_in_one():
+  groups = [f"^{i}$" for i in range(6)]
+  params = {str(i): jnp.ones((8, 16 + i)) for i in range(6)}
+  schedule = optax_boost.gradual_unfreezing(6, every=3)
+
+  def flops(order):
+    tx = optax.adam(RATE)
+    for wrap in order:
+      tx = wrap(tx)
+    step = functools.partial(optax_boost.apply_gradients, tx)
+    program = jax.jit(step).lower(params, tx.init(params), params).compile()
+    return program.cost_analysis()["flops"]
+
+  frozen = lambda tx: optax_boost.freeze_layers(tx, groups, schedule)  # noqa: E731
+  around, inside = (
+    flops([optax_boost.dynamic_loss_scale, frozen]),
+    flops([frozen, optax_boost.dynamic_loss_scale]),
+  )
+  assert around < 1.2 * inside
