@@ -14,6 +14,7 @@ from optax_boost._apply_gradients import apply_gradients
 from optax_boost._auto import AutoBoost
 from optax_boost._auto import auto_boost
 from optax_boost._average_params import average_params
+from optax_boost._average_params import averaged_model_state
 from optax_boost._average_params import averaged_params
 from optax_boost._base import NoEffectWarning
 from optax_boost._centralization import centralize
@@ -80,6 +81,7 @@ __all__ = [
   "apply_gradients",
   "auto_boost",
   "average_params",
+  "averaged_model_state",
   "averaged_params",
   "centralize",
   "continuous_freezing",

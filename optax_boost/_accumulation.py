@@ -182,6 +182,9 @@ class _Accumulate:
       # Not for every optimizer: optax's line searches refuse arguments that closures do not take.
       if _tree.find_states(state.inner_state, AccumulateState):
         extra["weight"] = weight_sum
+      # A window may end with a micro-batch that is dropped, and its statistics with it.
+      if extra.get("model_state") is not None:
+        extra["model_state"] = _conditional.nan_if(~good, extra["model_state"])
       return of_window, extra
 
     new_state = state._replace(

@@ -5,10 +5,13 @@ The snapshots x_1, ..., x_k are the params after the steps that are due. Their a
   start:      a <- a + (x_k - a) / k, the mean of all snapshots
   decay = d:  a <- a + (x_k - a) (1 - d) / (1 - d^k), weights d^(k-i) divided by their sum
   decay(k):   a <- a + (x_k - a) (1 - decay(k)), from the initial params on
+
+Mutable statistics, as BatchNorm's mean and variance, are averaged by the same formulas.
 """
 
 from collections.abc import Callable
 import dataclasses
+import functools
 from typing import Any
 from typing import NamedTuple
 
@@ -18,6 +21,7 @@ import optax
 
 from optax_boost import _arrays
 from optax_boost import _base
+from optax_boost import _compositions
 from optax_boost import _conditional
 from optax_boost import _finiteness
 from optax_boost import _masking
@@ -25,8 +29,13 @@ from optax_boost import _protocol
 from optax_boost import _skippable
 from optax_boost import _transformation
 from optax_boost import _tree
+from optax_boost import _types
 
 _METHOD = "average_params"
+# The extra argument of `update` with the statistics after the forward pass.
+_MODEL_STATE = "model_state"
+# The name in front of the statistics in what Linen's modules have, and in what `split_loss` makes.
+_COLLECTION = "batch_stats/"
 
 
 def _blend(a: jax.Array, x: jax.Array, k: jax.Array, decay: Any) -> jax.Array:
@@ -56,6 +65,8 @@ class AverageParamsState(NamedTuple):
 
   Attributes:
     average: tree of the params' structure, their average in at least float32.
+    statistics: dict from the path of a statistic to its average in at least float32; empty if none
+      are averaged.
     count: scalar int32, the steps made.
     snapshot_count: scalar int32, the snapshots taken.
     inner_state: the inner optimizer's state.
@@ -63,6 +74,7 @@ class AverageParamsState(NamedTuple):
   """
 
   average: optax.Params
+  statistics: dict[str, jax.Array]
   count: jax.Array  # type: ignore[assignment]  # tuples have a method of this name
   snapshot_count: jax.Array
   inner_state: optax.OptState
@@ -75,6 +87,7 @@ def average_params(
   start: jax.typing.ArrayLike | None = None,
   decay: jax.typing.ArrayLike | Callable[[jax.Array], jax.typing.ArrayLike] | None = None,
   every: jax.typing.ArrayLike = 1,
+  model_state: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
   r"""Keeps an average of the params along the training; the updates are `inner`'s.
 
@@ -86,8 +99,9 @@ def average_params(
 
   of snapshots :math:`x_1, \ldots, x_k`: of all after step `start` (SWA), or with weights that fall
   by `decay` d from each snapshot to the one before (EMA). Name exactly one of the two.
-  Evaluate the model at :func:`averaged_params`. A model with BatchNorm needs new statistics there:
-  ``optax_boost.nnx.estimate_batch_stats``, ``optax_boost.linen.estimate_batch_stats``.
+  Evaluate the model at :func:`averaged_params`. A model with BatchNorm needs statistics there:
+  averages, with `model_state`, or new ones by ``optax_boost.nnx.estimate_batch_stats``,
+  ``optax_boost.linen.estimate_batch_stats``.
 
   Args:
     inner: the optimizer. The params after a step are the given ones plus its updates, so put the
@@ -104,11 +118,18 @@ def average_params(
       jnp.minimum(0.9999, 1 - (1 + k) ** (-2 / 3))``.
     every: the steps from one snapshot to the next. Raising it costs less time, and spaces the
       snapshots over a longer part of the training.
+    model_state: the initial mutable statistics, to average them beside the params, as a mean
+      teacher does: what ``split_loss`` returned, ``nnx.state(model, nnx.BatchStat)``, or any tree
+      of arrays, of which the floating-point leaves are averaged. ``update`` then needs the
+      statistics after the forward pass as its extra argument `model_state`: a tree in which each of
+      these leaves has the same path (a leading ``batch_stats`` does not count). The train steps
+      pass it. :func:`averaged_model_state` reads the averages. None: statistics are not averaged.
 
   Returns:
     An :class:`optax.GradientTransformationExtraArgs` that needs `params`. Averages are kept in
     float32 (float64 for float64 params), sharded as the params are. Steps without a snapshot do not
-    touch them. An entry that is not finite is not taken: the average keeps its old value.
+    touch them. An entry that is not finite is not taken: the average keeps its old value. Nor are
+    the statistics of a micro-batch that :func:`accumulate` drops.
 
   Examples:
     >>> import jax.numpy as jnp, optax, optax_boost
@@ -137,7 +158,15 @@ def average_params(
       "`average_params` needs exactly one of `start` (the mean of all snapshots after a step) and"
       f" `decay` (exponential weights); got {'none' if start is None else 'start and decay'}."
     )
-  method = _AverageParams(inner, start, decay, every)
+  _tree.check_traceable("model_state", model_state)
+  # Copies: a train step may donate the arrays of the model that they are of.
+  statistics = jax.tree.map(_widened_copy, _statistics(model_state))
+  if model_state is not None and not statistics:
+    _base.warn(
+      "`average_params` averages no statistics: `model_state` has no floating-point leaf.",
+      _base.NoEffectWarning,
+    )
+  method = _AverageParams(inner, start, decay, every, statistics)
   return _transformation.wrapper(
     _METHOD,
     AverageParamsState,
@@ -146,7 +175,41 @@ def average_params(
     allows_complex=True,
     allows_pairs=True,
     keeps="average",
+    extra_args=frozenset([_MODEL_STATE] if statistics else []),
   )
+
+
+def _widened_copy(x: Any) -> Any:
+  """A copy in at least float32; an abstract leaf stays abstract."""
+  dtype = _arrays.accumulator_dtype(jnp.result_type(x))
+  if isinstance(x, jax.ShapeDtypeStruct):
+    return jax.ShapeDtypeStruct(x.shape, dtype, sharding=x.sharding)
+  return jnp.array(x, dtype)
+
+
+def _statistics(model_state: _types.Tree) -> dict[str, Any]:
+  """The floating-point leaves of a model state by their paths, without the collection's name."""
+  paths = _statistic_paths(model_state)
+  pairs = zip(paths, jax.tree.leaves(model_state), strict=True)
+  return {path: x for path, x in pairs if jnp.issubdtype(jnp.result_type(x), jnp.inexact)}
+
+
+def _statistic_paths(model_state: _types.Tree) -> list[str]:
+  return [path.removeprefix(_COLLECTION) for path in _tree.leaf_paths(model_state)]
+
+
+def _check_statistics(averages: dict[str, Any], model_state: _types.Tree, function: str) -> None:
+  """Raises ValueError unless a model state has all statistics that are averaged."""
+  found = _statistics(model_state)
+  for path, average in averages.items():
+    shape, got = jnp.shape(average), jnp.shape(found[path]) if path in found else "none"
+    if got != shape:
+      raise ValueError(
+        f"`{function}` needs a `model_state` with all statistics that are averaged; the leaf"
+        f" '{path}' must have the shape {shape}, got {got} among the leaves"
+        f" {_base.shorten(sorted(found), 200)}. Make the optimizer with"
+        " `average_params(..., model_state=model_state)` of this model's statistics."
+      )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -157,16 +220,18 @@ class _AverageParams:
   start: Any
   decay: Any
   every: Any
+  # The initial statistics in the dtypes of their averages.
+  statistics: dict[str, Any]
 
   def init(self, params: optax.Params) -> AverageParamsState:
     def copy(p: Any) -> jax.Array:
-      dtype = _arrays.accumulator_dtype(p.dtype)
+      wide = _widened_copy(p)
       # An abstract leaf has no values to copy; zeros are kept until the first snapshot only.
-      abstract = isinstance(p, jax.ShapeDtypeStruct)
-      return jnp.zeros_like(p, dtype) if abstract else jnp.array(p, dtype)
+      return jnp.zeros_like(wide) if isinstance(wide, jax.ShapeDtypeStruct) else wide
 
     return AverageParamsState(
       average=jax.tree.map(copy, params),
+      statistics=jax.tree.map(copy, self.statistics),
       count=jnp.zeros([], jnp.int32),
       snapshot_count=jnp.zeros([], jnp.int32),
       inner_state=self.inner.init(params),
@@ -175,25 +240,55 @@ class _AverageParams:
 
   def before(
     self, call: _skippable.Call, state: AverageParamsState
-  ) -> tuple[_skippable.Call, AverageParamsState, None]:
-    return call, state, None
+  ) -> tuple[_skippable.Call, AverageParamsState, dict[str, Any]]:
+    """The call of the inner optimizer, the state, and the statistics after the forward pass."""
+    if not self.statistics:
+      return call, state, {}
+    model_state = call.gradients()[1].get(_MODEL_STATE)
+    if model_state is None:
+      raise ValueError(
+        "`average_params` averages statistics, so its `update` needs those after the forward pass;"
+        " got model_state=None. Call `tx.update(grads, state, params, model_state=model_state)`, or"
+        " let `optax_boost.make_train_step` do it."
+      )
+    _check_statistics(self.statistics, model_state, _METHOD)
+    found = _statistics(model_state)
+    statistics = {path: jnp.asarray(found[path]) for path in self.statistics}
+    # optax's line searches refuse arguments that their closures do not take.
+    if not _compositions.names_extra_argument(self.inner, _MODEL_STATE):
+      call = call._replace(gradients=functools.partial(_without_model_state, call))
+    return call, state, statistics
 
   def after(
     self,
     call: _skippable.Call,
     outcome: _skippable.Outcome,
     state: AverageParamsState,
-    context: None,
+    statistics: dict[str, Any],
   ) -> tuple[Any, AverageParamsState]:
     count = _arrays.increment_if(outcome.made, state.count)
     due = self._is_due(count, outcome.made)
     number = _arrays.increment_if(due, state.snapshot_count)
 
-    average = state.average
+    averages = state.average, state.statistics
     # The loop needs an array to carry.
-    if jax.tree.leaves(average):
-      average = self._snapshot_if(due, number, average, *self._stepped(call, outcome.result))
-    return outcome.result, state._replace(average=average, count=count, snapshot_count=number)
+    if jax.tree.leaves(averages):
+      # The step may be made by the other micro-batches of a window.
+      left_out = _protocol.left_out(state.inner_state, outcome.state) if statistics else None
+      statistics = _conditional.nan_if(left_out, statistics)
+      stepped, *operands = self._stepped(call, outcome.result)
+      averages = self._snapshot_if(
+        due,
+        number,
+        averages,
+        lambda statistics, *operands: (stepped(*operands), statistics),
+        statistics,
+        *operands,
+      )
+    average, of_statistics = averages
+    return outcome.result, state._replace(
+      average=average, statistics=of_statistics, count=count, snapshot_count=number
+    )
 
   def _is_due(self, count: jax.Array, made: jax.Array) -> jax.Array:
     """Whether a snapshot is taken after step `count`, if it was made."""
@@ -213,13 +308,13 @@ class _AverageParams:
     self,
     due: jax.Array,
     number: jax.Array,
-    average: optax.Params,
-    stepped: Callable[..., optax.Params],
+    averages: Any,
+    snapshot: Callable[..., Any],
     *operands: Any,
-  ) -> optax.Params:
-    """The average with the snapshot ``stepped(*operands)`` if it is due, in place."""
+  ) -> Any:
+    """The averages with ``snapshot(*operands)`` if it is due, in place."""
 
-    def take(average: optax.Params, number: jax.Array, decay: Any, *operands: Any) -> optax.Params:
+    def take(averages: Any, number: jax.Array, decay: Any, *operands: Any) -> Any:
       # A Python number is not made an array here, so that it is rounded only once.
       decay = self.decay if decay is None else decay
 
@@ -227,10 +322,15 @@ class _AverageParams:
         # Before the first snapshot, 1 / number has no derivative.
         return _blend(a, _rounded(p).astype(a.dtype), jnp.maximum(number, 1), decay)
 
-      return _tree.map_leaves(blend, average, stepped(*operands))
+      return _tree.map_leaves(blend, averages, snapshot(*operands))
 
     traced_decay = self.decay if _base.is_array(self.decay) else None
-    return _conditional.replace_if(due, take, average, number, traced_decay, *operands)
+    return _conditional.replace_if(due, take, averages, number, traced_decay, *operands)
+
+
+def _without_model_state(call: _skippable.Call) -> tuple[optax.Updates, dict[str, Any]]:
+  updates, extra_args = call.gradients()
+  return updates, {name: x for name, x in extra_args.items() if name != _MODEL_STATE}
 
 
 def _rounded(p: jax.Array) -> jax.Array:
@@ -303,12 +403,73 @@ def averaged_params(
   )
 
 
-def _averages(state: AverageParamsState, params: optax.Params) -> list[jax.Array | None]:
-  """The average of each leaf of the params, or None where it is not averaged."""
-  advice = "Map over its members: `jax.vmap(optax_boost.averaged_params)(opt_state, params)`."
-  _base.require_one_run(state.snapshot_count, "averaged_params", advice)
+def averaged_model_state(opt_state: optax.OptState, model_state: Any) -> Any:
+  """The averages of statistics that :func:`average_params` keeps, beside those of the params.
+
+  Args:
+    opt_state: the state of any optimizer with an ``average_params(..., model_state=model_state)``
+      in it.
+    model_state: the current statistics: they give dtypes, the values of leaves that are not
+      averaged, and all values before the first snapshot.
+
+  Returns:
+    A tree like `model_state`, of its dtypes. May be called under ``jit``.
+
+  Raises:
+    ValueError: `opt_state` holds no averages of statistics, several of them, those of another
+      model, or a population's, which needs ``jax.vmap``.
+
+  Examples:
+    >>> import jax.numpy as jnp, optax, optax_boost
+    >>> params, model_state = jnp.array(8.0), {"mean": jnp.array(0.0)}
+    >>> tx = optax_boost.average_params(optax.sgd(1.0), start=0, model_state=model_state)
+    >>> state = tx.init(params)
+    >>> for mean in (1.0, 2.0):
+    ...   model_state = {"mean": jnp.array(mean)}
+    ...   updates, state = tx.update(params / 2, state, params, model_state=model_state)
+    ...   params = optax.apply_updates(params, updates)
+    >>> float(optax_boost.averaged_model_state(state, model_state)["mean"])
+    1.5
+  """
+  function = "averaged_model_state"
+  states = averaging_statistics(opt_state)
+  if len(states) != 1:
+    raise ValueError(
+      f"`{function}` needs the state of an optimizer with one `optax_boost.average_params(...,"
+      f" model_state=model_state)` in it; got {len(states)} of these in"
+      f" {_base.shorten(jax.tree.structure(opt_state), 200)}."
+    )
+  (state,) = states
+  taken = _snapshots_taken(state, function, "opt_state, model_state")
+  averages = dict(zip(sorted(state.statistics), jax.tree.leaves(state.statistics), strict=True))
+  _check_statistics(averages, model_state, function)
+
+  def read(x: Any, path: str) -> Any:
+    if path not in averages:
+      return x
+    return jnp.where(taken > 0, averages[path].astype(jnp.result_type(x)), x)
+
+  return _tree.map_with(read, model_state, _statistic_paths(model_state))
+
+
+def averaging_statistics(opt_state: optax.OptState) -> list[AverageParamsState]:
+  """The states that hold averages of statistics."""
+  states = [node for node in _protocol.nodes(opt_state) if isinstance(node, AverageParamsState)]
+  return [state for state in states if state.statistics]
+
+
+def _snapshots_taken(state: AverageParamsState, function: str, arguments: str) -> jax.Array:
+  """The number of snapshots; ValueError for the state of a population."""
+  advice = f"Map over its members: `jax.vmap(optax_boost.{function})({arguments})`."
+  _base.require_one_run(state.snapshot_count, function, advice)
   # An NNX optimizer holds each array in a variable.
   (taken,) = jax.tree.leaves(state.snapshot_count)
+  return jnp.asarray(taken)
+
+
+def _averages(state: AverageParamsState, params: optax.Params) -> list[jax.Array | None]:
+  """The average of each leaf of the params, or None where it is not averaged."""
+  taken = _snapshots_taken(state, "averaged_params", "opt_state, params")
   targets = jax.tree.leaves(params, is_leaf=_tree.is_masked)
   averages = _masking.leaves_like(state.average, params)
   pairs = list(zip(averages or [], targets, strict=False))

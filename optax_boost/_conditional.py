@@ -123,6 +123,18 @@ def _dtype(x: Any) -> Any:
   return jnp.result_type(x) if not hasattr(x, "dtype") else x.dtype
 
 
+def nan_if(condition: Any, tree: _types.SameTree) -> _types.SameTree:
+  """NaN in all floating-point leaves if `condition`; None: the tree as it is."""
+  if condition is None:
+    return tree
+
+  def replaced(x: Any) -> Any:
+    inexact = jnp.issubdtype(jnp.result_type(x), jnp.inexact)
+    return jnp.where(condition, jnp.full_like(x, jnp.nan), x) if inexact else x
+
+  return jax.tree.map(replaced, tree)
+
+
 def vary(x: Any, shape: Any) -> jax.Array:
   """Makes an array vary over the mesh axes over which another does in ``shard_map``."""
   varying = tuple(_base.varying_axes(shape) - _base.varying_axes(jax.typeof(x)))

@@ -107,6 +107,7 @@ def ignoring_closures(function: _types.Closure) -> _types.Closure:
     obj_fn: _types.Unchecked = None,
     layers: _types.Unchecked = None,
     weight: _types.Unchecked = None,
+    model_state: _types.Unchecked = None,
   ) -> Any:
     return function(params, *args)
 

@@ -9,6 +9,7 @@ extra arguments of ``update``; this module makes them, once, for any chain:
   obj_fn             `value_fn` under the name that ``optax.contrib.sophia`` knows
   full_grad_fn(params)
                      the mean gradient over all of the data, where the caller says how
+  model_state        the mutable statistics after the forward pass, for who names the argument
 
 The optimizer state may ask for scaled gradients or for a shorter backward pass
 (:mod:`optax_boost._protocol`): `grad` and `grad_fn` are of the scaled loss, the values of the loss
@@ -119,6 +120,15 @@ class Program:
     (value, (model_state, aux)), grad = objective.value_and_grad(state.params)
     # An update starts from the params as the forward pass has left them, as in Flax's loop.
     start, model_state = _written.take_written_params(state.params, model_state, traced)
+    if freezing is not None and self.hold_frozen_statistics:
+      model_state = _statistics.hold_statistics(
+        state.model_state,
+        model_state,
+        state.params,
+        freezing.groups,
+        freezing.depth,
+        traced.statistics_axes,
+      )
     extra = {"value": value, "grad": grad, **objective.closures(start)}
     if self.full_grad_fn is not None:
       gradient = functools.partial(self.gradient, state.model_state)
@@ -132,6 +142,8 @@ class Program:
       is_named = _compositions.names_extra_argument(self.tx, "weight")
       if not (is_named or _protocol.is_requested(state.opt_state, _protocol.WEIGHT_SUM)):
         self._warn_once(_UNUSED_WEIGHT)
+    if _compositions.names_extra_argument(self.tx, "model_state"):
+      extra["model_state"] = model_state
     params, opt_state = _apply_gradients.step_in_place(self.tx, grad, opt_state, start, extra)
     rejected = _protocol.left_out(state.opt_state, opt_state)
     metrics = {"loss": value, **_protocol.read_metrics(opt_state)}
@@ -139,15 +151,6 @@ class Program:
     if freezing is not None:
       # Of this step; the new state holds the next one's.
       metrics["frozen_groups"] = freezing.num_frozen()
-      if self.hold_frozen_statistics:
-        model_state = _statistics.hold_statistics(
-          state.model_state,
-          model_state,
-          state.params,
-          freezing.groups,
-          freezing.depth,
-          traced.statistics_axes,
-        )
     if self.has_aux:
       metrics["aux"] = aux
     model_state = _verdict.kept(rejected, state.model_state, model_state)

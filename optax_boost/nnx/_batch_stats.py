@@ -28,7 +28,8 @@ def averaged_model(optimizer: nnx.Optimizer, model: Any) -> Any:
 
   Returns:
     A model of the same class, with arrays of its own. Variables that the optimizer does not train
-    are `model`'s; estimate the statistics of its BatchNorms with :func:`estimate_batch_stats`.
+    are `model`'s, but for statistics that it averages, too (the argument `model_state`). Without
+    these, estimate the statistics of its BatchNorms with :func:`estimate_batch_stats`.
 
   Raises:
     ValueError: the optimizer keeps no averages, or another model's.
@@ -53,6 +54,8 @@ def averaged_model(optimizer: nnx.Optimizer, model: Any) -> Any:
   copy = _less_bn.copy_model(model)
   _, params, collections = _adapter.split(optimizer.wrt, copy)
   opt_state = _adapter.as_pure(optimizer.opt_state)
+  if _average_params.averaging_statistics(opt_state):
+    collections = _average_params.averaged_model_state(opt_state, collections)
   _adapter.write(_average_params.averaged_params(opt_state, params), collections, copy)
   return copy
 

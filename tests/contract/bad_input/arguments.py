@@ -114,6 +114,7 @@ KINDS: dict[str | tuple[str, str], Kind] = {
   **dict.fromkeys(("learning_rate_scale", "lasts"), kinds.FUNCTION),
   "depths": Kind({}, {}, kinds.all_but("None", "list", beyond=(0, 9), below=(-1, 0), empty=())),
   ("FreezeSchedule", "frozen_groups"): kinds.FUNCTION,
+  ("average_params", "model_state"): Kind({"text": "text", "function": len, "leaf": {"a": b"b"}}),
   "subspace": Kind(kinds.all_but("function", params=PARAMS)),
   "schedule": Kind(
     kinds.all_but(), {"of other groups": optax_boost.continuous_freezing(5, frozen_fraction=0.5)}
@@ -200,6 +201,10 @@ def _calls() -> Iterator[tuple[str, Call]]:
     "averaged_params": {
       "opt_state": optax_boost.average_params(SGD, decay=0.9).init(dense),
       "params": dense,
+    },
+    "averaged_model_state": {
+      "opt_state": optax_boost.average_params(SGD, decay=0.9, model_state=dense).init(dense),
+      "model_state": dense,
     },
     "continuous_freezing": share,
     "interval_freezing": share,
