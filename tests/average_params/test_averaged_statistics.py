@@ -195,7 +195,7 @@ def test_statistics_of_frozen_layers_are_averaged_as_they_are_held():
 
   statistics = {name: {"mean": jnp.zeros([])} for name in ("a", "b")}
   inner = optax_boost.freeze_layers(
-    optax.sgd(0.1), optax_boost.fixed_freezing(2, frozen_groups=1), groups=("a", "b")
+    optax.sgd(0.1), ("a", "b"), optax_boost.fixed_freezing(2, frozen_groups=1)
   )
   tx = optax_boost.average_params(inner, start=0, model_state=statistics)
   step = optax_boost.make_train_step(loss, tx, has_model_state=True)
@@ -210,10 +210,27 @@ def test_statistics_of_frozen_layers_are_averaged_as_they_are_held():
   assert found[0] == 0 < found[1]
 
 
+def shift(updates, state, params=None, *, model_state=None, **extra):
+  """Adds the running mean to the updates."""
+  return jax.tree.map(lambda g: g + model_state["mean"], updates), state
+
+
+def names_the_statistics(updates, state, params=None, *, model_state, **extra):
+  return updates, state
+
+
+def stateless(update):
+  return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+
+
 INNERS = {
-  "lbfgs": optax.lbfgs(),
-  "lbfgs of a part": optax.partition({"w": optax.lbfgs()}, {"w": "w"}),
-  "lbfgs in a wrapper": optax_boost.accumulate(optax.lbfgs(), 1),
+  "alone": optax.lbfgs(),
+  "in a part": optax.partition({"w": optax.lbfgs()}, {"w": "w"}),
+  "in a wrapper": optax_boost.accumulate(optax.lbfgs(), 1),
+  "in masters": optax_boost.master_weights(optax.lbfgs()),
+  "beside one that names the statistics": optax.chain(
+    stateless(names_the_statistics), optax.lbfgs()
+  ),
 }
 
 
@@ -222,17 +239,11 @@ def bowl(params, statistics, batch):
 
 
 @pytest.mark.parametrize("name", INNERS)
-@pytest.mark.parametrize("beside", [False, True])
-def test_line_searches_get_the_arguments_that_they_know(name, beside):
-  """Also in a part beside one whose statistics are averaged, and which shares its arguments."""
-  inner, statistics = INNERS[name], {"mean": jnp.zeros(2)}
-  average = functools.partial(optax_boost.average_params, start=0, model_state=statistics)
-  tx, params = average(inner), {"w": jnp.ones(2)}
-  if beside:
-    parts = {"w": inner if "of a part" not in name else optax.lbfgs(), "v": average(optax.sgd(0.1))}
-    tx, params = optax.partition(parts, {"w": "w", "v": "v"}), params | {"v": jnp.ones(2)}
+def test_line_searches_get_the_arguments_that_they_know(name):
+  statistics = {"mean": jnp.zeros(2)}
+  tx = optax_boost.average_params(INNERS[name], start=0, model_state=statistics)
   step = optax_boost.make_train_step(bowl, tx, has_model_state=True)
-  state = step.init(params, statistics)
+  state = step.init({"w": jnp.ones(2)}, statistics)
   for _ in range(6):
     state, _ = step(state, jnp.array([3.0, -1.0]))
   np.testing.assert_allclose(state.params["w"], [3.0, -1.0], 1e-5)
@@ -241,10 +252,7 @@ def test_line_searches_get_the_arguments_that_they_know(name, beside):
 
 
 def test_a_transformation_of_the_users_own_gets_the_statistics_if_it_names_them():
-  def update(updates, state, params=None, *, model_state=None, **extra):
-    return jax.tree.map(lambda g: g + model_state["mean"], updates), state
-
-  own = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+  own = stateless(shift)
   for tx in (own, optax_boost.average_params(own, start=0, model_state=STATISTICS)):
     _, means, params = train(tx, batches(1))
     np.testing.assert_allclose(params[0], 1 + batches(1)[0] + means[0], 8 * EPS)

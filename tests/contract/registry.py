@@ -428,6 +428,15 @@ ROWS = (
     label="decay",
   ),
   Row(
+    "average_params",
+    {"inner": optax.sgd(0.1), "decay": 0.5, "every": 2, "model_state": {"mean": jnp.zeros(2)}},
+    baseline=lambda: optax.sgd(0.1),
+    needs_params=True,
+    acts=_averages_the_params_after_each_step,
+    extra=lambda updates, params: {"model_state": {"mean": jnp.ones(2)}},
+    label="statistics",
+  ),
+  Row(
     "layerwise_decay",
     {"inner": optax.sgd(0.1), "groups": ("dense", "conv|norm"), "decay": 0.5},
     baseline=lambda: optax.sgd(0.1),
