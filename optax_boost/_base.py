@@ -1,8 +1,6 @@
 """Argument checks and warnings that every method shares."""
 
-from collections.abc import Iterable
 from collections.abc import Sequence
-import importlib.util
 import inspect
 import math
 import numbers
@@ -10,7 +8,6 @@ import re
 import sys
 from typing import Any
 from typing import TypeGuard
-from typing import TypeVar
 import warnings
 
 import jax
@@ -19,8 +16,6 @@ import numpy as np
 import optax
 
 from optax_boost import _types
-
-_Item = TypeVar("_Item")
 
 # The largest count that int32 holds: counts are compared with int32 counters on the device.
 LARGEST_COUNT = 2**31 - 1
@@ -383,16 +378,6 @@ def require_extra(value: _types.Unchecked, name: str, method: str, purpose: str)
       f" `tx.update(grads, state, params, {name}=...)`, or let"
       " `optax_boost.make_train_step` do it."
     )
-
-
-def with_progress(items: Iterable[_Item], progress: bool, desc: str, unit: str) -> Iterable[_Item]:
-  """Shows a progress bar around an iterable, if `progress` is set and ``tqdm`` is installed."""
-  check_bool("progress", progress)
-  if not progress or importlib.util.find_spec("tqdm") is None:
-    return items
-  from tqdm import tqdm
-
-  return tqdm(items, desc=desc, unit=unit)
 
 
 def as_key(name: str, key: Any) -> jax.Array:

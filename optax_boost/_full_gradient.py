@@ -15,6 +15,7 @@ import optax
 
 from optax_boost import _arrays
 from optax_boost import _base
+from optax_boost import _progress
 from optax_boost import _tree
 
 _METHOD = "full_gradient"
@@ -115,7 +116,7 @@ def mean_over_batches(
   partial = isinstance(function, jax.tree_util.Partial)
   bound = function if partial else jax.tree_util.Partial(function)
   carry, structure = (_arrays.zeros_like_wide(params), jnp.zeros([])), None
-  shown = _base.with_progress(batches, progress, shown_as, "batch")
+  shown = _progress.with_progress(batches, progress, shown_as, "batch")
   # XLA 22: a Python loop, since gradients of convolutions are slow in a scan on CPUs.
   for index, batch in enumerate(shown):
     arrays = jax.tree_util.tree_map_with_path(functools.partial(_as_array, index), batch)

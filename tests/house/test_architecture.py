@@ -19,6 +19,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 FOUNDATION = [
   "_types",
   "_base",
+  "_progress",
   "_arrays",
   "_files",
   "_tree",
