@@ -15,7 +15,6 @@ from optax_boost._auto import AutoBoost
 from optax_boost._auto import auto_boost
 from optax_boost._average_params import average_params
 from optax_boost._average_params import averaged_params
-from optax_boost._base import NoEffectWarning
 from optax_boost._centralization import centralize
 from optax_boost._dim_reduce import Subspace
 from optax_boost._dim_reduce import dim_reduce
@@ -23,6 +22,9 @@ from optax_boost._dim_reduce import fit_subspace
 from optax_boost._dim_reduce import record_trajectory
 from optax_boost._dim_reduce import refresh_subspace
 from optax_boost._dim_reduce import snapshots
+from optax_boost._foundation._base import NoEffectWarning
+from optax_boost._foundation._full_gradient import full_gradient
+from optax_boost._foundation._path_mask import path_mask
 from optax_boost._freezing import FreezeSchedule
 from optax_boost._freezing import continuous_freezing
 from optax_boost._freezing import fixed_freezing
@@ -30,11 +32,9 @@ from optax_boost._freezing import freeze_layers
 from optax_boost._freezing import gradual_unfreezing
 from optax_boost._freezing import interval_freezing
 from optax_boost._freezing import progressive_freezing
-from optax_boost._full_gradient import full_gradient
 from optax_boost._lars import lars
 from optax_boost._lars import scale_by_lars_trust_ratio
 from optax_boost._layerwise_decay import layerwise_decay
-from optax_boost._path_mask import path_mask
 from optax_boost._precision import dynamic_loss_scale
 from optax_boost._precision import master_weights
 from optax_boost._precision import stochastic_rounding

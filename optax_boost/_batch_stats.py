@@ -16,11 +16,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_boost import _base
 from optax_boost import _finiteness
-from optax_boost import _full_gradient
-from optax_boost import _tree
-from optax_boost import _types
+from optax_boost._foundation import _base
+from optax_boost._foundation import _full_gradient
+from optax_boost._foundation import _tree
+from optax_boost._foundation import _types
 
 _METHOD = "estimate_batch_stats"
 _PATTERNS = "a regular expression, a sequence of them, at least one, or None"

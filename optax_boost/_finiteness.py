@@ -19,8 +19,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optax_boost import _arrays
-from optax_boost import _conditional
+from optax_boost._foundation import _arrays
+from optax_boost._foundation import _conditional
 
 # XLA 1: of params with fewer entries than `_SMALL`, `_TOGETHER` are checked in one loop, which
 # compiles in the square of their number.

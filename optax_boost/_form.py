@@ -7,9 +7,9 @@ from typing import Literal
 
 import optax
 
-from optax_boost import _base
 from optax_boost import _protocol
-from optax_boost import _tree
+from optax_boost._foundation import _base
+from optax_boost._foundation import _tree
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

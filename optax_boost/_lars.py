@@ -22,14 +22,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_boost import _arrays
-from optax_boost import _base
 from optax_boost import _finiteness
 from optax_boost import _method
 from optax_boost import _protocol
 from optax_boost import _transformation
-from optax_boost import _tree
-from optax_boost import _types
+from optax_boost._foundation import _arrays
+from optax_boost._foundation import _base
+from optax_boost._foundation import _tree
+from optax_boost._foundation import _types
 from optax_boost._trace import _layer_axes
 
 

@@ -19,8 +19,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optax_boost import _arrays
-from optax_boost import _base
+from optax_boost._foundation import _arrays
+from optax_boost._foundation import _base
 
 # MindSpore's, on the squared norm.
 EPS = 1e-4

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_boost import _base
-from optax_boost import _tree
-from optax_boost import _types
+from optax_boost._foundation import _base
+from optax_boost._foundation import _tree
+from optax_boost._foundation import _types
 
 _NUMBER_KINDS = (jnp.floating, jnp.complexfloating, jnp.integer)
 

@@ -26,8 +26,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_boost import _base
-from optax_boost import _tree
+from optax_boost._foundation import _base
+from optax_boost._foundation import _tree
 
 # Each length is a shape of the batch, for which a train step is compiled.
 _MOST_LENGTHS = 5

@@ -15,13 +15,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_boost import _arrays
-from optax_boost import _base
 from optax_boost import _finiteness
 from optax_boost import _protocol
 from optax_boost import _skippable
 from optax_boost import _transformation
-from optax_boost import _types
+from optax_boost._foundation import _arrays
+from optax_boost._foundation import _base
+from optax_boost._foundation import _types
 
 _METHOD = "skip_spikes"
 

@@ -29,12 +29,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_boost import _conditional
 from optax_boost import _finiteness
 from optax_boost import _form
-from optax_boost import _masking
 from optax_boost import _protocol
-from optax_boost import _tree
+from optax_boost._foundation import _conditional
+from optax_boost._foundation import _masking
+from optax_boost._foundation import _tree
 
 # Makes the gradients and the extra arguments of ``update``.
 Gradients: TypeAlias = Callable[[], tuple[optax.Updates, dict[str, Any]]]

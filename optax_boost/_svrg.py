@@ -23,15 +23,15 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_boost import _arrays
-from optax_boost import _base
-from optax_boost import _conditional
 from optax_boost import _finiteness
-from optax_boost import _full_gradient
-from optax_boost import _masking
 from optax_boost import _protocol
 from optax_boost import _transformation
-from optax_boost import _tree
+from optax_boost._foundation import _arrays
+from optax_boost._foundation import _base
+from optax_boost._foundation import _conditional
+from optax_boost._foundation import _full_gradient
+from optax_boost._foundation import _masking
+from optax_boost._foundation import _tree
 
 _METHOD = "svrg"
 

@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_boost import _base
-from optax_boost import _conditional
 from optax_boost import _protocol
 from optax_boost import _transformation
+from optax_boost._foundation import _base
+from optax_boost._foundation import _conditional
 
 _METHOD = "switch_after"
 # The wrappers whose states make requests of the loss.

@@ -14,10 +14,10 @@ from typing import Any
 
 import optax
 
-from optax_boost import _arrays
 from optax_boost import _form
 from optax_boost import _order
 from optax_boost import _skippable
+from optax_boost._foundation import _arrays
 
 
 def transformation(

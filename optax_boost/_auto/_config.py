@@ -12,7 +12,7 @@ from typing import Any
 from typing import NamedTuple
 from typing import TypeAlias
 
-from optax_boost import _base
+from optax_boost._foundation import _base
 
 # The forms of the argument `config`.
 Config: TypeAlias = Mapping[str, Any] | str | os.PathLike[str] | None

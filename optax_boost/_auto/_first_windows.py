@@ -17,7 +17,7 @@ from jax.experimental import checkify
 import jax.numpy as jnp
 
 from optax_boost import _sequence_lengths
-from optax_boost import _tree
+from optax_boost._foundation import _tree
 from optax_boost._trace import _layer_axes
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import jax
 
-from optax_boost import _tree
+from optax_boost._foundation import _tree
 
 
 def unboxed(tree: Any) -> Any:

@@ -31,10 +31,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_boost import _arrays
-from optax_boost import _base
 from optax_boost import _finiteness
-from optax_boost import _masking
 from optax_boost import _protocol
 from optax_boost import _transformation
 from optax_boost._dim_reduce import _groups
@@ -44,6 +41,9 @@ from optax_boost._dim_reduce import _state
 from optax_boost._dim_reduce._state import DimReduceState
 from optax_boost._dim_reduce._subspace import Subspace
 from optax_boost._dim_reduce._subspace import check_subspace
+from optax_boost._foundation import _arrays
+from optax_boost._foundation import _base
+from optax_boost._foundation import _masking
 
 _METHOD = _state.METHOD
 # Trials of a search that starts where the last one ended: a factor of 3e-8 at the default `rho`.

@@ -23,8 +23,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_boost import _compositions
-from optax_boost import _conditional
-from optax_boost import _masking
+from optax_boost._foundation import _conditional
+from optax_boost._foundation import _masking
 from optax_boost._freezing import _state_layout
 
 # Equal for groups that one call serves.

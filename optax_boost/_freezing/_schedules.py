@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_boost import _base
+from optax_boost._foundation import _base
 
 # Shares of steps are exact as fractions up to this denominator.
 _LONGEST_PERIOD = 10_000

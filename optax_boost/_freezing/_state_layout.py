@@ -22,7 +22,7 @@ import numpy as np
 import optax
 
 from optax_boost import _compositions
-from optax_boost import _tree
+from optax_boost._foundation import _tree
 from optax_boost._trace import _layer_groups
 
 # The names of step counts in the states of optax. Others count something else: `mini_step` the

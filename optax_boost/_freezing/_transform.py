@@ -16,15 +16,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_boost import _arrays
-from optax_boost import _base
-from optax_boost import _conditional
 from optax_boost import _form
-from optax_boost import _masking
 from optax_boost import _protocol
 from optax_boost import _skippable
 from optax_boost import _transformation
-from optax_boost import _tree
+from optax_boost._foundation import _arrays
+from optax_boost._foundation import _base
+from optax_boost._foundation import _conditional
+from optax_boost._foundation import _masking
+from optax_boost._foundation import _tree
 from optax_boost._freezing import _group_counts
 from optax_boost._freezing import _schedules
 from optax_boost._freezing import _state_layout

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from optax_boost import _tree
+from optax_boost._foundation import _tree
 from optax_boost._trace import _jaxpr
 
 _MARK = "optax_boost.norm:"

@@ -24,14 +24,14 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_boost import _arrays
-from optax_boost import _base
-from optax_boost import _conditional
 from optax_boost import _finiteness
-from optax_boost import _masking
 from optax_boost import _protocol
 from optax_boost import _skippable
 from optax_boost import _transformation
+from optax_boost._foundation import _arrays
+from optax_boost._foundation import _base
+from optax_boost._foundation import _conditional
+from optax_boost._foundation import _masking
 
 _METHOD = "dynamic_loss_scale"
 

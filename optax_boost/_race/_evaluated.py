@@ -5,7 +5,7 @@ from collections.abc import Callable
 import optax
 
 from optax_boost import _average_params
-from optax_boost import _tree
+from optax_boost._foundation import _tree
 
 _ReadAverage = Callable[[optax.OptState, optax.Params], optax.Params]
 

@@ -17,10 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_boost import _base
-from optax_boost import _progress
 from optax_boost import _train_step
-from optax_boost import _types
+from optax_boost._foundation import _base
+from optax_boost._foundation import _progress
+from optax_boost._foundation import _types
 from optax_boost._race import _evaluated
 from optax_boost._race import _result
 

@@ -68,7 +68,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from optax_boost import _arrays
+from optax_boost._foundation import _arrays
 from optax_boost._sgperm import _host
 from optax_boost._sgperm import _sorting
 

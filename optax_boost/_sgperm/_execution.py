@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_boost import _arrays
+from optax_boost._foundation import _arrays
 from optax_boost._sgperm import _layout
 from optax_boost._sgperm import _sorting
 

@@ -17,7 +17,7 @@ Each swap, and so each round, lowers sum |w - t|^2: by -2 (w_j - w_i) (t_j - t_i
 import jax
 import jax.numpy as jnp
 
-from optax_boost import _arrays
+from optax_boost._foundation import _arrays
 from optax_boost._sgperm import _sorting
 
 # Rounds of "pairs"; more sort hardly better.

@@ -19,12 +19,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_boost import _arrays
-from optax_boost import _base
-from optax_boost import _conditional
 from optax_boost import _protocol
 from optax_boost import _transformation
-from optax_boost import _types
+from optax_boost._foundation import _arrays
+from optax_boost._foundation import _base
+from optax_boost._foundation import _conditional
+from optax_boost._foundation import _types
 from optax_boost._sgperm import _execution
 from optax_boost._sgperm import _fast
 from optax_boost._sgperm import _layout

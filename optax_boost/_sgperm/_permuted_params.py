@@ -14,12 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_boost import _arrays
-from optax_boost import _base
-from optax_boost import _files
-from optax_boost import _masking
 from optax_boost import _protocol
-from optax_boost import _tree
+from optax_boost._foundation import _arrays
+from optax_boost._foundation import _base
+from optax_boost._foundation import _files
+from optax_boost._foundation import _masking
+from optax_boost._foundation import _tree
 from optax_boost._sgperm import _execution
 
 

@@ -25,11 +25,11 @@ import jax
 import optax
 
 from optax_boost import _apply_gradients
-from optax_boost import _base
 from optax_boost import _compositions
 from optax_boost import _own_state
 from optax_boost import _protocol
-from optax_boost import _types
+from optax_boost._foundation import _base
+from optax_boost._foundation import _types
 from optax_boost._trace import _layer_axes
 from optax_boost._train_step import _loss
 from optax_boost._train_step import _objective

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import optax
 
-from optax_boost import _types
+from optax_boost._foundation import _types
 from optax_boost._trace import _frozen_scans
 from optax_boost._trace import _jaxpr
 from optax_boost._trace import _layer_axes

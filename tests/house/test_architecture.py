@@ -50,6 +50,8 @@ TRACE = [
   "_layer_groups",
   "_frozen_scans",
 ]
+# Folders whose modules have the names above or below.
+ROOMS = {"_foundation"}
 # What may import what of ours: nothing, the foundation, the methods, everything below.
 TOP = {"_auto", "_race"}
 TRAIN_STEP = "_train_step"
@@ -73,12 +75,16 @@ def ours(path):
   for name in imported(path):
     parts = name.split(".")
     if parts[0] == "optax_boost" and len(parts) > 1:
-      found.add(parts[1])
+      found.add(inside_of_rooms(parts[1:]))
   return found
 
 
+def inside_of_rooms(parts):
+  return parts[1] if parts[0] in ROOMS and len(parts) > 1 else parts[0]
+
+
 def layer(path):
-  return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+  return inside_of_rooms(path.relative_to(PACKAGE).with_suffix("").parts)
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))

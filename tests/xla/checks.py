@@ -20,9 +20,9 @@ import jax.numpy as jnp
 import optax
 
 import optax_boost
-from optax_boost import _arrays
-from optax_boost import _conditional
 from optax_boost import _finiteness
+from optax_boost._foundation import _arrays
+from optax_boost._foundation import _conditional
 from tests.xla import table
 
 _SHAPE = (256, 256)
@@ -51,11 +51,11 @@ def check(number: int) -> Callable[[Callable[[], Finding]], Callable[[], Finding
 
 # What is replaced, as "module.name" in the package: tests/house checks that all of these exist.
 REPLACED = (
-  "_arrays._TOGETHER",
+  "_foundation._arrays._TOGETHER",
   "_finiteness.all_finite",
-  "_arrays.divide",
-  "_arrays.stackable",
-  "_conditional.once_if",
+  "_foundation._arrays.divide",
+  "_foundation._arrays.stackable",
+  "_foundation._conditional.once_if",
   "_dim_reduce._linalg._sum_by_group",
   "_finiteness._sums_in_links",
   "_lars._trust_ratio",
@@ -162,7 +162,7 @@ def sums_over_small_leaves() -> Finding:
     return max(loops(compiled(_arrays.sum_squares_of_tree, [jnp.ones(_SMALL)] * 200)))
 
   ours = lines()
-  with replaced("_arrays._TOGETHER", 10_000):
+  with replaced("_foundation._arrays._TOGETHER", 10_000):
     return compare("lines in the largest loop", lines(), ours)
 
 
@@ -222,7 +222,7 @@ def a_kernel_that_draws_for_each_leaf() -> Finding:
     return count(compiled(lambda g, s, p: tx.update(g, s, p), params, state, params), "shift-left")
 
   ours = draws()
-  with replaced("_arrays.stackable", _each_alone):
+  with replaced("_foundation._arrays.stackable", _each_alone):
     return compare("shifts of random bits", draws(), ours)
 
 
@@ -245,7 +245,7 @@ def _dim_reduce(shapes: list[tuple[int, ...]], components: int = 8) -> Any:
 @check(9)
 def a_product_for_each_leaf() -> Finding:
   ours = count(_dim_reduce([_SMALL] * 40), "dot")
-  with replaced("_arrays.stackable", _each_alone):
+  with replaced("_foundation._arrays.stackable", _each_alone):
     return compare("products", count(_dim_reduce([_SMALL] * 40), "dot"), ours)
 
 
@@ -261,7 +261,7 @@ def copies_at_the_edge_of_a_conditional() -> Finding:
     return condition, *jax.lax.cond(condition, call, lambda carry: carry, carry)
 
   ours = copies()
-  with replaced("_conditional.once_if", cond):
+  with replaced("_foundation._conditional.once_if", cond):
     return compare("copies", copies(), ours)
 
 
@@ -284,7 +284,7 @@ def a_division_is_stored() -> Finding:
     return (_arrays.widen(x) / by).astype(x.dtype)
 
   ours = stored()
-  with replaced("_arrays.divide", plain):
+  with replaced("_foundation._arrays.divide", plain):
     return compare("temporary bytes", stored(), ours)
 
 

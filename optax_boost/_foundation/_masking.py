@@ -7,8 +7,8 @@ from typing import Any
 import jax
 import optax
 
-from optax_boost import _tree
-from optax_boost import _types
+from optax_boost._foundation import _tree
+from optax_boost._foundation import _types
 
 
 def mask_like(tree: _types.Tree, masked: _types.Tree) -> _types.Tree:

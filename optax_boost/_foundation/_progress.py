@@ -4,7 +4,7 @@ from collections.abc import Iterable
 import importlib.util
 from typing import TypeVar
 
-from optax_boost import _base
+from optax_boost._foundation import _base
 
 _Item = TypeVar("_Item")
 

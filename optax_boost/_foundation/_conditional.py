@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_boost import _base
-from optax_boost import _types
+from optax_boost._foundation import _base
+from optax_boost._foundation import _types
 
 
 def is_concrete(condition: _types.Unchecked) -> bool:

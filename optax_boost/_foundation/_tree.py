@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_boost import _base
-from optax_boost import _types
+from optax_boost._foundation import _base
+from optax_boost._foundation import _types
 
 # The key paths from an NNX variable to its value.
 _BOXED = [(jax.tree_util.GetAttrKey(name),) for name in ("value", "raw_value")]
@@ -163,7 +163,7 @@ def _matches(
   """For each path, the indices of the patterns that match whole segments of it.
 
   Warns of patterns that match neither a path nor a leaf that is masked in `tree`; if `required`,
-  raises ValueError. The rule of segments is :func:`optax_boost._base.compile_pattern`'s.
+  raises ValueError. The rule of segments: :func:`optax_boost._foundation._base.compile_pattern`.
   """
   compiled = [_base.compile_pattern(argument, pattern) for pattern in patterns]
   matches = [[i for i, p in enumerate(compiled) if p.search(path)] for path in paths]

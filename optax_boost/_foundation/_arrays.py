@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_boost import _types
+from optax_boost._foundation import _types
 
 # XLA 7: leaves of fewer entries are worked on together, as a kernel costs more than a copy.
 _SMALL = 8192

@@ -1,0 +1,1 @@
+"""Arguments, trees, arrays and files: what every other room uses, and nothing of optimizers."""
