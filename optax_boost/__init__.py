@@ -10,7 +10,6 @@ from typing import Any
 from optax_boost._accumulation import accumulate
 from optax_boost._adasum import adasum
 from optax_boost._adasum import adasum_reduce
-from optax_boost._apply_gradients import apply_gradients
 from optax_boost._auto import AutoBoost
 from optax_boost._auto import auto_boost
 from optax_boost._average_params import average_params
@@ -22,6 +21,7 @@ from optax_boost._dim_reduce import fit_subspace
 from optax_boost._dim_reduce import record_trajectory
 from optax_boost._dim_reduce import refresh_subspace
 from optax_boost._dim_reduce import snapshots
+from optax_boost._form._apply_gradients import apply_gradients
 from optax_boost._foundation._base import NoEffectWarning
 from optax_boost._foundation._full_gradient import full_gradient
 from optax_boost._foundation._path_mask import path_mask

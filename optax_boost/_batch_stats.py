@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_boost import _finiteness
+from optax_boost._form import _finiteness
 from optax_boost._foundation import _base
 from optax_boost._foundation import _full_gradient
 from optax_boost._foundation import _tree

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_boost import _method
-from optax_boost import _transformation
+from optax_boost._form import _transformation
 from optax_boost._foundation import _arrays
 from optax_boost._foundation import _base
 from optax_boost._foundation import _tree

@@ -1,7 +1,8 @@
 """The leaves that a method acts on, by its arguments `exclude`, `layers` and `axis_name`.
 
 A method whose step has a keyword argument `layers` gets the axes of the layers from the train step,
-which reads them from a trace of the loss (``extra_args`` in :mod:`optax_boost._transformation`).
+which reads them from a trace of the loss (``extra_args`` in
+:mod:`optax_boost._form._transformation`).
 """
 
 from collections.abc import Callable

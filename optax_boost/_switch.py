@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_boost import _protocol
-from optax_boost import _transformation
+from optax_boost._form import _protocol
+from optax_boost._form import _transformation
 from optax_boost._foundation import _base
 from optax_boost._foundation import _conditional
 

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_boost import _finiteness
 from optax_boost._adasum import _layout
 from optax_boost._adasum import _pairs
+from optax_boost._form import _finiteness
 from optax_boost._foundation import _arrays
 from optax_boost._foundation import _base
 

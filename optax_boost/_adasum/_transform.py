@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import optax
 
 from optax_boost import _method
-from optax_boost import _protocol
-from optax_boost import _transformation
 from optax_boost._adasum import _reduce
 from optax_boost._adasum import _split_layers
+from optax_boost._form import _protocol
+from optax_boost._form import _transformation
 from optax_boost._foundation import _arrays
 from optax_boost._foundation import _base
 from optax_boost._foundation import _tree

@@ -12,7 +12,6 @@ import optax
 from optax_boost import _accumulation
 from optax_boost import _average_params
 from optax_boost import _centralization
-from optax_boost import _compositions
 from optax_boost import _freezing
 from optax_boost import _less_bn
 from optax_boost import _sequence_lengths
@@ -20,6 +19,7 @@ from optax_boost._auto import _config
 from optax_boost._auto import _first_windows
 from optax_boost._auto import _levels
 from optax_boost._auto import _methods
+from optax_boost._form import _compositions
 from optax_boost._foundation import _base
 from optax_boost._foundation import _tree
 from optax_boost._trace import _layer_axes

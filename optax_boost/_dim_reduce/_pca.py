@@ -44,10 +44,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from optax_boost import _finiteness
 from optax_boost._dim_reduce import _linalg
 from optax_boost._dim_reduce._linalg import SubspaceGroups
 from optax_boost._dim_reduce._linalg import matmul
+from optax_boost._form import _finiteness
 from optax_boost._foundation import _arrays
 
 # More directions than wanted, of which the last are inaccurate.

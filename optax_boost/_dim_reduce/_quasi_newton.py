@@ -51,7 +51,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from optax_boost import _finiteness
+from optax_boost._form import _finiteness
 from optax_boost._foundation import _arrays
 
 _matmul = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)

@@ -27,10 +27,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_boost import _finiteness
-from optax_boost import _protocol
-from optax_boost import _transformation
 from optax_boost._dim_reduce import _boxes
+from optax_boost._form import _finiteness
+from optax_boost._form import _protocol
+from optax_boost._form import _transformation
 from optax_boost._foundation import _arrays
 from optax_boost._foundation import _base
 from optax_boost._foundation import _conditional

@@ -31,9 +31,6 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_boost import _finiteness
-from optax_boost import _protocol
-from optax_boost import _transformation
 from optax_boost._dim_reduce import _groups
 from optax_boost._dim_reduce import _linalg
 from optax_boost._dim_reduce import _quasi_newton
@@ -41,6 +38,9 @@ from optax_boost._dim_reduce import _state
 from optax_boost._dim_reduce._state import DimReduceState
 from optax_boost._dim_reduce._subspace import Subspace
 from optax_boost._dim_reduce._subspace import check_subspace
+from optax_boost._form import _finiteness
+from optax_boost._form import _protocol
+from optax_boost._form import _transformation
 from optax_boost._foundation import _arrays
 from optax_boost._foundation import _base
 from optax_boost._foundation import _masking

@@ -8,8 +8,8 @@ trained in the same steps, with their counts in the state, and each leaf and lay
 of its class. XLA drops what nothing takes.
 
 Only the ``update`` that holds the counts is called repeatedly. The members of a chain, and what
-other compositions hold, are told apart (:mod:`optax_boost._compositions`): clipping after Adam
-takes the norm of the updates that are made.
+other compositions hold, are told apart (:mod:`optax_boost._form._compositions`): clipping after
+Adam takes the norm of the updates that are made.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_boost import _compositions
+from optax_boost._form import _compositions
 from optax_boost._foundation import _conditional
 from optax_boost._foundation import _masking
 from optax_boost._freezing import _state_layout

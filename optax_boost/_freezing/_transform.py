@@ -16,10 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_boost import _form
-from optax_boost import _protocol
-from optax_boost import _skippable
-from optax_boost import _transformation
+from optax_boost._form import _form
+from optax_boost._form import _protocol
+from optax_boost._form import _skippable
+from optax_boost._form import _transformation
 from optax_boost._foundation import _arrays
 from optax_boost._foundation import _base
 from optax_boost._foundation import _conditional

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import jax
 import optax
 
-from optax_boost import _protocol
+from optax_boost._form import _protocol
 from optax_boost._precision import _widened
 
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import jax
 import optax
 
-from optax_boost import _protocol
+from optax_boost._form import _protocol
 from optax_boost._foundation import _base
 from optax_boost._precision import _widened
 

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_boost import _finiteness
 from optax_boost import _method
+from optax_boost._form import _finiteness
 from optax_boost._foundation import _base
 from optax_boost._foundation import _tree
 from optax_boost._foundation import _types

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_boost import _protocol
+from optax_boost._form import _protocol
 from optax_boost._foundation import _base
 from optax_boost._foundation import _full_gradient
 from optax_boost._foundation import _tree

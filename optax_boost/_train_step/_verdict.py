@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optax_boost import _finiteness
+from optax_boost._form import _finiteness
 from optax_boost._foundation import _tree
 from optax_boost._foundation import _types
 

@@ -51,7 +51,7 @@ TRACE = [
   "_frozen_scans",
 ]
 # Folders whose modules have the names above or below.
-ROOMS = {"_foundation"}
+ROOMS = {"_foundation", "_form"}
 # What may import what of ours: nothing, the foundation, the methods, everything below.
 TOP = {"_auto", "_race"}
 TRAIN_STEP = "_train_step"

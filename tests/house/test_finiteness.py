@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import optax_boost
-from optax_boost import _finiteness
+from optax_boost._form import _finiteness
 
 PACKAGE = pathlib.Path(optax_boost.__file__).parent
 # The functions in which `jnp.isfinite` decides about something else than entries of gradients,
@@ -26,7 +26,7 @@ ALLOWED = {
     "next_step": "a length, a scalar",
   },
   "_dim_reduce/_transform.py": {"_search": "a loss"},
-  "_finiteness.py": {
+  "_form/_finiteness.py": {
     "_sums": "sums of zeros and NaN",
     "_sums_in_links": "sums of zeros and NaN",
     "all_finite": "a sum of squares",

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import optax
 
 import optax_boost
-from optax_boost import _finiteness
+from optax_boost._form import _finiteness
 from optax_boost._foundation import _arrays
 from optax_boost._foundation import _conditional
 from tests.xla import table
@@ -52,12 +52,12 @@ def check(number: int) -> Callable[[Callable[[], Finding]], Callable[[], Finding
 # What is replaced, as "module.name" in the package: tests/house checks that all of these exist.
 REPLACED = (
   "_foundation._arrays._TOGETHER",
-  "_finiteness.all_finite",
+  "_form._finiteness.all_finite",
   "_foundation._arrays.divide",
   "_foundation._arrays.stackable",
   "_foundation._conditional.once_if",
   "_dim_reduce._linalg._sum_by_group",
-  "_finiteness._sums_in_links",
+  "_form._finiteness._sums_in_links",
   "_lars._trust_ratio",
   "_lars.jax.lax.platform_dependent",
   "_sgperm._execution._hint",
@@ -179,7 +179,7 @@ def a_scalar_of_all_leaves() -> Finding:
     return jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in leaves]))
 
   ours = lines()
-  with replaced("_finiteness.all_finite", plain):
+  with replaced("_form._finiteness.all_finite", plain):
     return compare("lines in all loops", lines(), ours)
 
 
@@ -271,7 +271,7 @@ def products_that_are_summed_are_stored() -> Finding:
     return temporary(step(optax_boost.dynamic_loss_scale(optax.adam(0.1)), 16))
 
   ours = stored()
-  with replaced("_finiteness._sums_in_links", _finiteness._sums):
+  with replaced("_form._finiteness._sums_in_links", _finiteness._sums):
     return compare("temporary bytes", stored(), ours)
 
 

@@ -4,8 +4,8 @@ from typing import Any
 
 import optax
 
-from optax_boost import _own_state
-from optax_boost import _skippable
+from optax_boost._form import _own_state
+from optax_boost._form import _skippable
 from optax_boost._foundation import _arrays
 from optax_boost._foundation import _base
 from optax_boost._foundation import _tree

@@ -3,8 +3,8 @@
 :func:`transformation` makes a method that computes updates from gradients, from ``init(params)``
 and ``step(updates, state, params)``. :func:`wrapper` makes a wrapper, which decides whether another
 transformation makes its step, with which gradients and where the result goes, from ``init``,
-``before`` and ``after`` (:mod:`optax_boost._skippable`). Both convert NumPy arrays to JAX arrays,
-check the arguments of ``update``, and attach a :class:`~optax_boost._form.Form`.
+``before`` and ``after`` (:mod:`optax_boost._form._skippable`). Both convert NumPy arrays to JAX
+arrays, check the arguments of ``update``, and attach a :class:`~optax_boost._form._form.Form`.
 """
 
 from collections.abc import Callable
@@ -14,9 +14,9 @@ from typing import Any
 
 import optax
 
-from optax_boost import _form
-from optax_boost import _order
-from optax_boost import _skippable
+from optax_boost._form import _form
+from optax_boost._form import _order
+from optax_boost._form import _skippable
 from optax_boost._foundation import _arrays
 
 

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_boost import _form
+from optax_boost._form import _form
 
 # What in some steps replaces the updates of the transformation that it holds.
 _REPLACING = ("laperm", "optax.lookahead", "switch_after")

@@ -1,9 +1,9 @@
 """The transformations that a transformation holds, whoever made it.
 
-One of this package names them in its :class:`~optax_boost._form.Form`. A user's wrapper names them
-by an attribute `wraps` of its ``update``, or of the object whose method it is: a transformation or
-a tuple of them. The compositions of optax keep them in variables of their ``update``; one table
-says in which, and where the state of each part is.
+One of this package names them in its :class:`~optax_boost._form._form.Form`. A user's wrapper names
+them by an attribute `wraps` of its ``update``, or of the object whose method it is: a
+transformation or a tuple of them. The compositions of optax keep them in variables of their
+``update``; one table says in which, and where the state of each part is.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from typing import TypeAlias
 import jax
 import optax
 
-from optax_boost import _form
+from optax_boost._form import _form
 
 Update: TypeAlias = Callable[..., Any]
 

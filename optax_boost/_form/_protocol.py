@@ -22,7 +22,7 @@ The train step knows four requests and no method:
 
 Declarations belong to types, so a param may bear any name. Which leaf is in which group is static
 and can't be in the state, which holds arrays: the transformation's form holds it
-(:mod:`optax_boost._transformation`). The field `hidden` of a state names the leaves that
+(:mod:`optax_boost._form._transformation`). The field `hidden` of a state names the leaves that
 ``optax.masked`` hides from its method.
 """
 

@@ -29,9 +29,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_boost import _finiteness
-from optax_boost import _form
-from optax_boost import _protocol
+from optax_boost._form import _finiteness
+from optax_boost._form import _form
+from optax_boost._form import _protocol
 from optax_boost._foundation import _conditional
 from optax_boost._foundation import _masking
 from optax_boost._foundation import _tree
@@ -173,9 +173,9 @@ class Wrapper(Protocol):
   """A transformation that decides about the steps of another one, `inner`.
 
   Its state has the fields `inner_state` and `made`, which the driver sets. The state's class
-  declares ``outcome=("made",)`` (:mod:`optax_boost._protocol`), by which transformations around it
-  and the train step learn of skipped steps; ``_transformation.wrapper`` refuses a class that
-  doesn't.
+  declares ``outcome=("made",)`` (:mod:`optax_boost._form._protocol`), by which transformations
+  around it and the train step learn of skipped steps; ``_transformation.wrapper`` refuses a class
+  that doesn't.
   """
 
   @property

@@ -1,0 +1,1 @@
+"""The one form of a transformation: what it says of itself, what drives and what checks a step."""
