@@ -11,9 +11,7 @@ import optax
 
 from optax_boost import _accumulation
 from optax_boost import _average_params
-from optax_boost import _centralization
 from optax_boost import _freezing
-from optax_boost import _less_bn
 from optax_boost import _sequence_lengths
 from optax_boost._auto import _config
 from optax_boost._auto import _first_windows
@@ -22,6 +20,8 @@ from optax_boost._auto import _methods
 from optax_boost._form import _compositions
 from optax_boost._foundation import _base
 from optax_boost._foundation import _tree
+from optax_boost._methods import _centralization
+from optax_boost._methods import _less_bn
 from optax_boost._trace import _layer_axes
 from optax_boost._trace import _layer_groups
 

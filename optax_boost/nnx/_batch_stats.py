@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from optax_boost import _average_params
-from optax_boost import _batch_stats
 from optax_boost._foundation import _base
+from optax_boost._methods import _batch_stats
 from optax_boost.nnx import _adapter
 from optax_boost.nnx import _less_bn
 

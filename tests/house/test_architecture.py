@@ -27,7 +27,7 @@ FOUNDATION = [
   "_trace",
   "_masking",
   "_protocol",
-  "_method",
+  "_leaves",
   "_conditional",
   "_finiteness",
   "_form",
@@ -51,7 +51,7 @@ TRACE = [
   "_frozen_scans",
 ]
 # Folders whose modules have the names above or below.
-ROOMS = {"_foundation", "_form"}
+ROOMS = {"_foundation", "_form", "_methods"}
 # What may import what of ours: nothing, the foundation, the methods, everything below.
 TOP = {"_auto", "_race"}
 TRAIN_STEP = "_train_step"

@@ -56,12 +56,12 @@ REPLACED = (
   "_foundation._arrays.divide",
   "_foundation._arrays.stackable",
   "_foundation._conditional.once_if",
-  "_dim_reduce._linalg._sum_by_group",
+  "_methods._dim_reduce._linalg._sum_by_group",
   "_form._finiteness._sums_in_links",
-  "_lars._trust_ratio",
-  "_lars.jax.lax.platform_dependent",
-  "_sgperm._execution._hint",
-  "_sgperm._execution.sharded_like",
+  "_methods._lars._trust_ratio",
+  "_methods._lars.jax.lax.platform_dependent",
+  "_methods._sgperm._execution._hint",
+  "_methods._sgperm._execution.sharded_like",
 )
 
 
@@ -196,7 +196,7 @@ def a_cheap_scalar_per_leaf() -> Finding:
     return jnp.where(usable, ratio, jnp.where(finite, 1.0, jnp.nan))
 
   ours = lines()
-  with replaced("_lars._trust_ratio", jax.jit(division_first)):
+  with replaced("_methods._lars._trust_ratio", jax.jit(division_first)):
     return compare("lines in all loops", lines(), ours, 1.2)
 
 
@@ -209,7 +209,7 @@ def leaves_that_read_parts_of_a_vector() -> Finding:
     return cuda(*args)
 
   ours = seconds_to_compile(lars, 100, _SMALL)
-  with replaced("_lars.jax.lax.platform_dependent", as_on_gpus):
+  with replaced("_methods._lars.jax.lax.platform_dependent", as_on_gpus):
     return compare("s to compile", seconds_to_compile(lars, 100, _SMALL), ours)
 
 
@@ -376,8 +376,8 @@ def a_sort_loses_its_sharding() -> Finding:
 
   ours = gathers()
   with (
-    replaced("_sgperm._execution.sharded_like", lambda old, new, floats: new),
-    replaced("_sgperm._execution._hint", lambda *_: None),
+    replaced("_methods._sgperm._execution.sharded_like", lambda old, new, floats: new),
+    replaced("_methods._sgperm._execution._hint", lambda *_: None),
   ):
     return compare("gathers", gathers(), ours)
 
@@ -397,7 +397,7 @@ def no_gather_from_an_explicit_mesh_that_is_not_set() -> Finding:
 
 @check(21)
 def sorts_of_pairs() -> Finding:
-  from optax_boost._sgperm import _sorting
+  from optax_boost._methods._sgperm import _sorting
 
   x = jax.random.normal(jax.random.key(0), (784, 500))
 

@@ -11,7 +11,7 @@ orthogonalised, and a Rayleigh-Ritz step, an SVD of C B' [m, l] without squaring
 
 A worked example with m = 3 and n = 2. The snapshots lie on a line in the direction (0.6, 0.8):
 
-  >>> from optax_boost._dim_reduce import _groups
+  >>> from optax_boost._methods._dim_reduce import _groups
   >>> one_group = _groups.find_groups(jnp.zeros(2), None, "example")
   >>> snapshots = jnp.array([[0.0, 0.0], [3.0, 4.0], [6.0, 8.0]])
   >>> centred = Centred([(snapshots, jnp.ones(3, bool))])
@@ -44,11 +44,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from optax_boost._dim_reduce import _linalg
-from optax_boost._dim_reduce._linalg import SubspaceGroups
-from optax_boost._dim_reduce._linalg import matmul
 from optax_boost._form import _finiteness
 from optax_boost._foundation import _arrays
+from optax_boost._methods._dim_reduce import _linalg
+from optax_boost._methods._dim_reduce._linalg import SubspaceGroups
+from optax_boost._methods._dim_reduce._linalg import matmul
 
 # More directions than wanted, of which the last are inaccurate.
 GUARD = 8

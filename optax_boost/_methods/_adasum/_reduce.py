@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_boost._adasum import _layout
-from optax_boost._adasum import _pairs
 from optax_boost._form import _finiteness
 from optax_boost._foundation import _arrays
 from optax_boost._foundation import _base
+from optax_boost._methods._adasum import _layout
+from optax_boost._methods._adasum import _pairs
 
 
 @functools.partial(jax.jit, static_argnums=1)

@@ -69,8 +69,8 @@ import jax
 import jax.numpy as jnp
 
 from optax_boost._foundation import _arrays
-from optax_boost._sgperm import _host
-from optax_boost._sgperm import _sorting
+from optax_boost._methods._sgperm import _host
+from optax_boost._methods._sgperm import _sorting
 
 # The words of a vector in all lanes that are not worth a second search; and the most searches.
 _FEW_WORDS, _BANDS = 64, 4

@@ -25,10 +25,10 @@ from optax_boost._foundation import _arrays
 from optax_boost._foundation import _base
 from optax_boost._foundation import _conditional
 from optax_boost._foundation import _types
-from optax_boost._sgperm import _execution
-from optax_boost._sgperm import _fast
-from optax_boost._sgperm import _layout
-from optax_boost._sgperm import _sorting
+from optax_boost._methods._sgperm import _execution
+from optax_boost._methods._sgperm import _fast
+from optax_boost._methods._sgperm import _layout
+from optax_boost._methods._sgperm import _sorting
 from optax_boost._trace import _layer_axes
 
 _METHOD = "laperm"

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_boost._foundation import _arrays
-from optax_boost._sgperm import _layout
-from optax_boost._sgperm import _sorting
+from optax_boost._methods._sgperm import _layout
+from optax_boost._methods._sgperm import _sorting
 
 # Weights in a block, on a CPU and on accelerators (for these a guess, to bound memory).
 _WEIGHTS, _MANY_WEIGHTS = 2**18, 2**22

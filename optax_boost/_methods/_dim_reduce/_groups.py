@@ -6,9 +6,9 @@ from typing import TypeAlias
 import jax
 import numpy as np
 
-from optax_boost._dim_reduce._linalg import LeafGroups
-from optax_boost._dim_reduce._linalg import SubspaceGroups
 from optax_boost._foundation import _base
+from optax_boost._methods._dim_reduce._linalg import LeafGroups
+from optax_boost._methods._dim_reduce._linalg import SubspaceGroups
 from optax_boost._trace import _layer_axes
 from optax_boost._trace import _layer_groups
 

@@ -33,14 +33,14 @@ from optax_boost._form import _transformation
 from optax_boost._foundation import _arrays
 from optax_boost._foundation import _base
 from optax_boost._foundation import _tree
-from optax_boost._sgperm import _device
-from optax_boost._sgperm import _execution
-from optax_boost._sgperm import _fast
-from optax_boost._sgperm import _host
-from optax_boost._sgperm import _layout
-from optax_boost._sgperm import _permuted_params
-from optax_boost._sgperm import _schedules
-from optax_boost._sgperm import _sorting
+from optax_boost._methods._sgperm import _device
+from optax_boost._methods._sgperm import _execution
+from optax_boost._methods._sgperm import _fast
+from optax_boost._methods._sgperm import _host
+from optax_boost._methods._sgperm import _layout
+from optax_boost._methods._sgperm import _permuted_params
+from optax_boost._methods._sgperm import _schedules
+from optax_boost._methods._sgperm import _sorting
 from optax_boost._trace import _layer_axes
 
 _METHOD = "sgperm"

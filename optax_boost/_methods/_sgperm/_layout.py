@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_boost import _method
 from optax_boost._form import _finiteness
 from optax_boost._foundation import _base
 from optax_boost._foundation import _tree
 from optax_boost._foundation import _types
+from optax_boost._methods import _leaves
 from optax_boost._trace import _layer_axes
 
 
@@ -71,7 +71,7 @@ class Cutter:
     exclude: _types.LeafSelector = None,
   ) -> None:
     _base.check_name("layout", layout, ("flax", "torch"))
-    self._method, self._layers = method, _method.check_layers(layers)
+    self._method, self._layers = method, _leaves.check_layers(layers)
 
     def layout_of(leaf: _layer_axes.Leaf, excluded: bool) -> Layout:
       vector = len(leaf.axes_of_layer) <= 1 or _tree.is_bias_or_norm(leaf.path)
@@ -82,7 +82,7 @@ class Cutter:
       excluded = _tree.select(tree, exclude, "exclude")
       leaves = _layer_axes.leaves_of(tree, layers)
       permuted = [leaf for leaf, skip in zip(leaves, excluded, strict=True) if not skip]
-      _method.warn_of_unknown_axes(method, permuted, layers)
+      _leaves.warn_of_unknown_axes(method, permuted, layers)
       return list(map(layout_of, leaves, excluded))
 
     self._layouts = _tree.once_per_tree(layouts)
@@ -105,7 +105,7 @@ class Cutter:
 
   def for_update(self, state: Any, params: Any, layers: Any) -> list[Layout]:
     """The layouts of params that fit the state; `layers` as ``update`` gets it."""
-    layouts: list[Layout] = self._layouts(params, self._layers or _method.check_layers(layers))
+    layouts: list[Layout] = self._layouts(params, self._layers or _leaves.check_layers(layers))
     shapes = [lay.shape for lay in layouts if not lay.excluded]
     state_shapes = [jnp.shape(x) for x in jax.tree.leaves(state.permuted_params)]
     _base.check_shapes_of_state(self._method, state_shapes, shapes)

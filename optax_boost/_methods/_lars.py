@@ -22,7 +22,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_boost import _method
 from optax_boost._form import _finiteness
 from optax_boost._form import _protocol
 from optax_boost._form import _transformation
@@ -30,6 +29,7 @@ from optax_boost._foundation import _arrays
 from optax_boost._foundation import _base
 from optax_boost._foundation import _tree
 from optax_boost._foundation import _types
+from optax_boost._methods import _leaves
 from optax_boost._trace import _layer_axes
 
 
@@ -146,7 +146,7 @@ def scale_by_lars_trust_ratio(
     listed in its `static_args`.
   """
   method = "scale_by_lars_trust_ratio"
-  leaves = _method.Leaves(method, exclude, _bias_or_norm, layers, axis_name)
+  leaves = _leaves.Leaves(method, exclude, _bias_or_norm, layers, axis_name)
   numbers = (trust_coefficient, weight_decay, eps, clip, clip_ratio)
   return _scale_by_trust_ratio(leaves, *numbers, weight_decay_mask)
 
@@ -223,7 +223,7 @@ def lars(
   _base.check_bool("clip_ratio", clip_ratio)
   if momentum is not None:
     _base.check_number("momentum", momentum, minimum=0.0, below=1.0)
-  leaves = _method.Leaves("lars", exclude, _bias_or_norm, layers, axis_name)
+  leaves = _leaves.Leaves("lars", exclude, _bias_or_norm, layers, axis_name)
   numbers = (trust_coefficient, weight_decay, eps, clip, learning_rate if clip_ratio else None)
   ratio = _scale_by_trust_ratio(leaves, *numbers, weight_decay_mask, wide=True)
   descent = optax.scale_by_learning_rate(learning_rate)
@@ -254,7 +254,7 @@ def _bias_or_norm(leaves: list[_layer_axes.Leaf]) -> list[bool]:
 
 
 def _scale_by_trust_ratio(
-  leaves: _method.Leaves,
+  leaves: _leaves.Leaves,
   eta: Any,
   weight_decay: Any,
   eps: Any,

@@ -9,14 +9,14 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_boost import _method
-from optax_boost._adasum import _reduce
-from optax_boost._adasum import _split_layers
 from optax_boost._form import _protocol
 from optax_boost._form import _transformation
 from optax_boost._foundation import _arrays
 from optax_boost._foundation import _base
 from optax_boost._foundation import _tree
+from optax_boost._methods import _leaves
+from optax_boost._methods._adasum import _reduce
+from optax_boost._methods._adasum import _split_layers
 from optax_boost._trace import _layer_axes
 
 
@@ -171,7 +171,7 @@ def adasum(
   if len({*axes, *local_axes, *shard_axes}) < sum(map(len, every_axis)):
     raise ValueError(f"`adasum` needs an axis of its own for each purpose; got {names}.")
   patterns = _check_groups(groups)
-  own_layers = _method.check_layers(layers)
+  own_layers = _leaves.check_layers(layers)
 
   def init(params: optax.Params) -> AdasumState:
     _group_numbers(_tree.leaf_paths(params), patterns)
@@ -182,11 +182,11 @@ def adasum(
   ) -> tuple[optax.Updates, AdasumState]:
     for argument, value in names.items():
       _base.require_axis(argument, value, "adasum", optional=argument != "axis_name")
-    known = own_layers or _method.check_layers(layers)
+    known = own_layers or _leaves.check_layers(layers)
     paths, parts, join = _split_layers.split_layers(updates, known)
     if not parts:
       return updates, state
-    _method.warn_of_unknown_axes("adasum", _layer_axes.leaves_of(updates), known)
+    _leaves.warn_of_unknown_axes("adasum", _layer_axes.leaves_of(updates), known)
     check_not_summed(parts, axes + local_axes)
     outputs, orthogonality, notfinite = _reduce.reduce_over_devices(
       parts, _group_numbers(paths, patterns), axes, local_axes, shard_axes

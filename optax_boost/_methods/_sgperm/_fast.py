@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from optax_boost._foundation import _arrays
-from optax_boost._sgperm import _sorting
+from optax_boost._methods._sgperm import _sorting
 
 # Rounds of "pairs"; more sort hardly better.
 ROUNDS = 32

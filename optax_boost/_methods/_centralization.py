@@ -11,12 +11,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_boost import _method
 from optax_boost._form import _transformation
 from optax_boost._foundation import _arrays
 from optax_boost._foundation import _base
 from optax_boost._foundation import _tree
 from optax_boost._foundation import _types
+from optax_boost._methods import _leaves
 from optax_boost._trace import _layer_axes
 
 
@@ -76,7 +76,7 @@ def centralize(
     kernel, not of a Flax one.
   """
   _base.check_name("layout", layout, ("flax", "torch"))
-  kernels = _method.Leaves(
+  kernels = _leaves.Leaves(
     "centralize", exclude, lambda leaves: _left_alone(leaves, layout), layers, axis_name
   )
 
@@ -118,7 +118,7 @@ def centralize(
     return optax.EmptyState()
 
   def step(updates: Any, state: Any, params: Any, *, layers: Any = None) -> tuple[Any, Any]:
-    layers = _method.check_layers(layers)
+    layers = _leaves.check_layers(layers)
     # The train step passes `layers`, which describe kernels that names and shapes may miss.
     if undecided and tuple(_tree.leaf_paths(updates)) in undecided:
       warn_once_if_idle(updates, layers)

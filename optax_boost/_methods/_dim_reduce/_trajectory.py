@@ -27,7 +27,6 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_boost._dim_reduce import _boxes
 from optax_boost._form import _finiteness
 from optax_boost._form import _protocol
 from optax_boost._form import _transformation
@@ -35,6 +34,7 @@ from optax_boost._foundation import _arrays
 from optax_boost._foundation import _base
 from optax_boost._foundation import _conditional
 from optax_boost._foundation import _tree
+from optax_boost._methods._dim_reduce import _boxes
 
 _METHOD = "record_trajectory"
 

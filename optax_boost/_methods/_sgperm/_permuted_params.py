@@ -20,7 +20,7 @@ from optax_boost._foundation import _base
 from optax_boost._foundation import _files
 from optax_boost._foundation import _masking
 from optax_boost._foundation import _tree
-from optax_boost._sgperm import _execution
+from optax_boost._methods._sgperm import _execution
 
 
 class PermutedParams(NamedTuple):

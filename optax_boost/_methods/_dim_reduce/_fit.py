@@ -30,13 +30,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_boost._dim_reduce import _groups
-from optax_boost._dim_reduce import _pca
-from optax_boost._dim_reduce import _subspace
-from optax_boost._dim_reduce import _trajectory
 from optax_boost._foundation import _arrays
 from optax_boost._foundation import _base
 from optax_boost._foundation import _tree
+from optax_boost._methods._dim_reduce import _groups
+from optax_boost._methods._dim_reduce import _pca
+from optax_boost._methods._dim_reduce import _subspace
+from optax_boost._methods._dim_reduce import _trajectory
 
 _OVERSAMPLE = 10
 

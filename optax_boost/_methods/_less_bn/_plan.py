@@ -16,7 +16,7 @@ from typing import TypeAlias
 import jax
 
 from optax_boost._foundation import _base
-from optax_boost._less_bn import _flow
+from optax_boost._methods._less_bn import _flow
 
 Role: TypeAlias = Literal["outside", "shortcut", "inner", "last"]
 # Convolutions of a bottleneck block.

@@ -9,17 +9,17 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_boost._dim_reduce import _boxes
-from optax_boost._dim_reduce import _groups
-from optax_boost._dim_reduce import _linalg
-from optax_boost._dim_reduce import _quasi_newton
-from optax_boost._dim_reduce import _subspace
 from optax_boost._form import _finiteness
 from optax_boost._form import _protocol
 from optax_boost._foundation import _arrays
 from optax_boost._foundation import _base
 from optax_boost._foundation import _masking
 from optax_boost._foundation import _tree
+from optax_boost._methods._dim_reduce import _boxes
+from optax_boost._methods._dim_reduce import _groups
+from optax_boost._methods._dim_reduce import _linalg
+from optax_boost._methods._dim_reduce import _quasi_newton
+from optax_boost._methods._dim_reduce import _subspace
 
 METHOD = "dim_reduce"
 

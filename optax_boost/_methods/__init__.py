@@ -1,0 +1,1 @@
+"""Methods that rewrite updates or the model; none imports another."""
