@@ -7,23 +7,12 @@ import importlib
 from typing import TYPE_CHECKING
 from typing import Any
 
-from optax_boost._accumulation import accumulate
 from optax_boost._auto import AutoBoost
 from optax_boost._auto import auto_boost
-from optax_boost._average_params import average_params
-from optax_boost._average_params import averaged_params
 from optax_boost._form._apply_gradients import apply_gradients
 from optax_boost._foundation._base import NoEffectWarning
 from optax_boost._foundation._full_gradient import full_gradient
 from optax_boost._foundation._path_mask import path_mask
-from optax_boost._freezing import FreezeSchedule
-from optax_boost._freezing import continuous_freezing
-from optax_boost._freezing import fixed_freezing
-from optax_boost._freezing import freeze_layers
-from optax_boost._freezing import gradual_unfreezing
-from optax_boost._freezing import interval_freezing
-from optax_boost._freezing import progressive_freezing
-from optax_boost._layerwise_decay import layerwise_decay
 from optax_boost._methods._adasum import adasum
 from optax_boost._methods._adasum import adasum_reduce
 from optax_boost._methods._centralization import centralize
@@ -41,16 +30,11 @@ from optax_boost._methods._sgperm import permuted_params
 from optax_boost._methods._sgperm import sgperm
 from optax_boost._methods._svrg import refresh_svrg
 from optax_boost._methods._svrg import svrg
-from optax_boost._precision import dynamic_loss_scale
-from optax_boost._precision import master_weights
-from optax_boost._precision import stochastic_rounding
 from optax_boost._race import RaceResult
 from optax_boost._race import race
 from optax_boost._sequence_lengths import LengthSchedule
 from optax_boost._sequence_lengths import cut_sequences
 from optax_boost._sequence_lengths import sequence_length_warmup
-from optax_boost._skip_spikes import skip_spikes
-from optax_boost._switch import switch_after
 from optax_boost._trace._layer_axes import layer_axes
 from optax_boost._trace._layer_groups import LayerGroups
 from optax_boost._trace._layer_groups import LayerSlice
@@ -59,6 +43,22 @@ from optax_boost._train_step import TrainState
 from optax_boost._train_step import TrainStep
 from optax_boost._train_step import flatten_metrics
 from optax_boost._train_step import make_train_step
+from optax_boost._wrappers._accumulation import accumulate
+from optax_boost._wrappers._average_params import average_params
+from optax_boost._wrappers._average_params import averaged_params
+from optax_boost._wrappers._freezing import FreezeSchedule
+from optax_boost._wrappers._freezing import continuous_freezing
+from optax_boost._wrappers._freezing import fixed_freezing
+from optax_boost._wrappers._freezing import freeze_layers
+from optax_boost._wrappers._freezing import gradual_unfreezing
+from optax_boost._wrappers._freezing import interval_freezing
+from optax_boost._wrappers._freezing import progressive_freezing
+from optax_boost._wrappers._layerwise_decay import layerwise_decay
+from optax_boost._wrappers._precision import dynamic_loss_scale
+from optax_boost._wrappers._precision import master_weights
+from optax_boost._wrappers._precision import stochastic_rounding
+from optax_boost._wrappers._skip_spikes import skip_spikes
+from optax_boost._wrappers._switch import switch_after
 
 __version__ = "0.1.0"
 

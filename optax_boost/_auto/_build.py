@@ -9,9 +9,6 @@ from typing import Any
 import jax
 import optax
 
-from optax_boost import _accumulation
-from optax_boost import _average_params
-from optax_boost import _freezing
 from optax_boost import _sequence_lengths
 from optax_boost._auto import _config
 from optax_boost._auto import _first_windows
@@ -24,6 +21,9 @@ from optax_boost._methods import _centralization
 from optax_boost._methods import _less_bn
 from optax_boost._trace import _layer_axes
 from optax_boost._trace import _layer_groups
+from optax_boost._wrappers import _accumulation
+from optax_boost._wrappers import _average_params
+from optax_boost._wrappers import _freezing
 
 
 @dataclasses.dataclass

@@ -51,7 +51,7 @@ TRACE = [
   "_frozen_scans",
 ]
 # Folders whose modules have the names above or below.
-ROOMS = {"_foundation", "_form", "_methods"}
+ROOMS = {"_foundation", "_form", "_methods", "_wrappers"}
 # What may import what of ours: nothing, the foundation, the methods, everything below.
 TOP = {"_auto", "_race"}
 TRAIN_STEP = "_train_step"

@@ -16,7 +16,7 @@ PACKAGE = pathlib.Path(optax_boost.__file__).parent
 # The functions in which `jnp.isfinite` decides about something else than entries of gradients,
 # params or states, which are `_finiteness.finite_entries`'s.
 ALLOWED = {
-  "_accumulation.py": {"_is_used": "a sum of weights, a scalar"},
+  "_wrappers/_accumulation.py": {"_is_used": "a sum of weights, a scalar"},
   "_methods/_adasum/_pairs.py": {"bounds_of": "a guard of `frexp`"},
   "_methods/_adasum/_reduce.py": {"_walk": "sums of squares"},
   "_methods/_dim_reduce/_fit.py": {"_check_fit": "a variance, a scalar"},
@@ -34,7 +34,7 @@ ALLOWED = {
     "sum_is_finite": "a sum of squares",
   },
   "_methods/_lars.py": {"_trust_ratio": "norms"},
-  "_precision/_widened.py": {
+  "_wrappers/_precision/_widened.py": {
     "_round_to_nearest": "a guard of the rounding, which keeps infinities",
     "round_stochastically": "a guard of the rounding, which keeps infinities",
   },

@@ -25,10 +25,10 @@ from optax_boost._foundation import _base
 from optax_boost._foundation import _conditional
 from optax_boost._foundation import _masking
 from optax_boost._foundation import _tree
-from optax_boost._freezing import _group_counts
-from optax_boost._freezing import _schedules
-from optax_boost._freezing import _state_layout
 from optax_boost._trace import _layer_groups
+from optax_boost._wrappers._freezing import _group_counts
+from optax_boost._wrappers._freezing import _schedules
+from optax_boost._wrappers._freezing import _state_layout
 
 
 @_protocol.declares(requests=("frozen_groups",), outcome=("made",))

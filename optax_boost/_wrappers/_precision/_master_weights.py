@@ -13,7 +13,7 @@ import jax
 import optax
 
 from optax_boost._form import _protocol
-from optax_boost._precision import _widened
+from optax_boost._wrappers._precision import _widened
 
 
 @_protocol.declares(

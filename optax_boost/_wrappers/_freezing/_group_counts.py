@@ -25,7 +25,7 @@ import numpy as np
 from optax_boost._form import _compositions
 from optax_boost._foundation import _conditional
 from optax_boost._foundation import _masking
-from optax_boost._freezing import _state_layout
+from optax_boost._wrappers._freezing import _state_layout
 
 # Equal for groups that one call serves.
 _Key = Any

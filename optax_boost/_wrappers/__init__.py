@@ -1,0 +1,1 @@
+"""Wrappers, each of which holds an optimizer; none imports another."""
