@@ -32,9 +32,9 @@ from optax_boost._methods._svrg import refresh_svrg
 from optax_boost._methods._svrg import svrg
 from optax_boost._race import RaceResult
 from optax_boost._race import race
-from optax_boost._sequence_lengths import LengthSchedule
-from optax_boost._sequence_lengths import cut_sequences
-from optax_boost._sequence_lengths import sequence_length_warmup
+from optax_boost._sequences import LengthSchedule
+from optax_boost._sequences import cut_sequences
+from optax_boost._sequences import sequence_length_warmup
 from optax_boost._trace._layer_axes import layer_axes
 from optax_boost._trace._layer_groups import LayerGroups
 from optax_boost._trace._layer_groups import LayerSlice

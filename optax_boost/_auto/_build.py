@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import optax
 
-from optax_boost import _sequence_lengths
+from optax_boost import _sequences
 from optax_boost._auto import _config
 from optax_boost._auto import _first_windows
 from optax_boost._auto import _levels
@@ -50,11 +50,11 @@ class AutoBoost:
   why: dict[str, str]
   ignored: str = ""
   key: jax.Array | int = 0
-  axes: Mapping[str, _sequence_lengths.LeafAxes] | None = None
+  axes: Mapping[str, _sequences.LeafAxes] | None = None
   effects: dict[str, tuple[str, bool]] = dataclasses.field(
     default_factory=dict, compare=False, repr=False
   )
-  length_schedule: _sequence_lengths.LengthSchedule | None = dataclasses.field(
+  length_schedule: _sequences.LengthSchedule | None = dataclasses.field(
     default=None, compare=False, repr=False
   )
   batches: int = dataclasses.field(default=0, compare=False, repr=False)
@@ -62,7 +62,7 @@ class AutoBoost:
 
   def __post_init__(self) -> None:
     if (warmup := self.on.get(_levels.SEQUENCES)) is not None:
-      self.length_schedule = _sequence_lengths.sequence_length_warmup(**warmup)
+      self.length_schedule = _sequences.sequence_length_warmup(**warmup)
 
   def explain(self) -> str:
     """A table: each method, whether it is on, why, its settings, and what it did.
@@ -85,7 +85,7 @@ class AutoBoost:
       lines.append(f"without effect: {self.ignored}")
     return "\n".join(map(str.rstrip, lines))
 
-  def _sequences(self, schedule: _sequence_lengths.LengthSchedule) -> list[str]:
+  def _sequences(self, schedule: _sequences.LengthSchedule) -> list[str]:
     """The lengths, the batches that were cut, and which targets are lost."""
     full = schedule.full_length
     begins = ", ".join(
@@ -147,7 +147,7 @@ class AutoBoost:
     length, full = self.length_schedule(step), self.length_schedule.full_length
     # Masks may look like classes in a later batch, by chance.
     first = self.batches == 0
-    windows = _sequence_lengths.cut(batch, length, full, self.axes, reads_values=first)
+    windows = _sequences.cut(batch, length, full, self.axes, reads_values=first)
     self.batches += 1
     self.cut_batches += length < full
     return windows
@@ -270,7 +270,7 @@ def auto_boost(
   total_steps: int | None = None,
   *,
   sequence_length: int | None = None,
-  axes: Mapping[str, _sequence_lengths.LeafAxes] | None = None,
+  axes: Mapping[str, _sequences.LeafAxes] | None = None,
   axis_name: Any = None,
   local_axis_name: Any = None,
   config: _config.Config = None,
@@ -336,7 +336,7 @@ def auto_boost(
     _base.check_whole_number("total_steps", total_steps, static=True)
   if sequence_length is not None:
     _base.check_whole_number("sequence_length", sequence_length, static=True)
-  _sequence_lengths.match_axes(axes, [])
+  _sequences.match_axes(axes, [])
   if axes is not None and sequence_length is None:
     raise ValueError(f"`axes` must be None without `sequence_length`; got {_base.shorten(axes)}.")
   _base.as_key("key", key)

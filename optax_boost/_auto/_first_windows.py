@@ -16,7 +16,7 @@ import jax
 from jax.experimental import checkify
 import jax.numpy as jnp
 
-from optax_boost import _sequence_lengths
+from optax_boost import _sequences
 from optax_boost._foundation import _tree
 from optax_boost._trace import _layer_axes
 
@@ -37,8 +37,8 @@ def check_first_windows(
   loss_fn: Callable[..., Any],
   params: Any,
   args: tuple[Any, ...],
-  schedule: _sequence_lengths.LengthSchedule,
-  axes: Mapping[str, _sequence_lengths.LeafAxes] | None,
+  schedule: _sequences.LengthSchedule,
+  axes: Mapping[str, _sequences.LeafAxes] | None,
 ) -> bool:
   """Raises ValueError if the loss of the first windows isn't sound; False if it was not computed.
 
@@ -57,7 +57,7 @@ def check_first_windows(
 
   def of_windows(restarted: list[str]) -> _Result:
     treatments: dict[str, Any] = dict.fromkeys(restarted, "positions") | named
-    return compute(_sequence_lengths.cut_sequences(batch, length, schedule.full_length, treatments))
+    return compute(_sequences.cut_sequences(batch, length, schedule.full_length, treatments))
 
   try:
     windows = of_windows([])
@@ -118,12 +118,12 @@ def _loss_of_batch(
   return compute
 
 
-def _unnamed_integers(batch: Any, named: Mapping[str, _sequence_lengths.LeafAxes]) -> list[str]:
+def _unnamed_integers(batch: Any, named: Mapping[str, _sequences.LeafAxes]) -> list[str]:
   """Patterns of the leaves of integers that are cut by default: one may hold positions."""
   paths = _tree.leaf_paths(batch)
-  rows = zip(paths, jax.tree.leaves(batch), _sequence_lengths.match_axes(named, paths), strict=True)
+  rows = zip(paths, jax.tree.leaves(batch), _sequences.match_axes(named, paths), strict=True)
   return [
-    _sequence_lengths.leaf_pattern(path, paths)
+    _sequences.leaf_pattern(path, paths)
     for path, leaf, how in rows
     if how is None and jnp.ndim(leaf) > 1 and jnp.issubdtype(leaf.dtype, jnp.integer)
   ]
