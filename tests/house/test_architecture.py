@@ -53,7 +53,7 @@ TRACE = [
 # Folders whose modules have the names above or below.
 ROOMS = {"_foundation", "_form", "_methods", "_wrappers"}
 # What may import what of ours: nothing, the foundation, the methods, everything below.
-TOP = {"_auto", "_race"}
+TOP = {"_levels", "_race"}
 TRAIN_STEP = "_train_step"
 FLAX = {"nnx", "linen"}
 

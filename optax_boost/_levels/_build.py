@@ -10,13 +10,13 @@ import jax
 import optax
 
 from optax_boost import _sequences
-from optax_boost._auto import _config
-from optax_boost._auto import _first_windows
-from optax_boost._auto import _levels
-from optax_boost._auto import _methods
 from optax_boost._form import _compositions
 from optax_boost._foundation import _base
 from optax_boost._foundation import _tree
+from optax_boost._levels import _config
+from optax_boost._levels import _first_windows
+from optax_boost._levels import _levels
+from optax_boost._levels import _method_settings
 from optax_boost._methods import _centralization
 from optax_boost._methods import _less_bn
 from optax_boost._trace import _layer_axes
@@ -76,7 +76,9 @@ class AutoBoost:
       settings = ", ".join(f"{k}={v!r}" for k, v in self.on.get(name, {}).items())
       effect, acts = self.effects.get(name, ("", True))
       if self.length_schedule is not None and name == _levels.SEQUENCES:
-        effect = "\n".join([*self._sequences(self.length_schedule), *filter(None, [effect])])
+        effect = "\n".join(
+          [*self._explain_sequences(self.length_schedule), *filter(None, [effect])]
+        )
         acts = self.cut_batches > 0
       word = "on " if name in self.on and acts else "off"
       lines.append(f"{name:22} {word}  {reason:38}  {settings}")
@@ -85,7 +87,7 @@ class AutoBoost:
       lines.append(f"without effect: {self.ignored}")
     return "\n".join(map(str.rstrip, lines))
 
-  def _sequences(self, schedule: _sequences.LengthSchedule) -> list[str]:
+  def _explain_sequences(self, schedule: _sequences.LengthSchedule) -> list[str]:
     """The lengths, the batches that were cut, and which targets are lost."""
     full = schedule.full_length
     begins = ", ".join(
@@ -183,7 +185,7 @@ class AutoBoost:
     if params is not None:
       _tree.check_inexact(params, "auto_boost", _tree.KEEP_OUT)
     if "dim_reduce" in self.on:
-      return _methods.subspace_optimizer(params, **self.on["dim_reduce"])
+      return _method_settings.subspace_optimizer(params, **self.on["dim_reduce"])
 
     has_loss = loss_fn is not None and params is not None
     loss: Any = loss_fn
@@ -219,7 +221,7 @@ class AutoBoost:
       if _levels.CENTRALIZE in on:
         self.effects[_levels.CENTRALIZE] = _centralized(layers)
     if "adasum" in on:
-      adasum = functools.partial(_methods.with_adasum, layers=layers, **on["adasum"])
+      adasum = functools.partial(_method_settings.with_adasum, layers=layers, **on["adasum"])
       tx = _compositions.around_innermost(tx, adasum)
     if freezing and groups is None:
       if not has_loss:
@@ -240,7 +242,7 @@ class AutoBoost:
           effect += f"; the first is frozen from step {begin} on"
       self.effects[freeze] = effect, groups is not None
     if freezing and groups is not None:
-      tx = _freezing.freeze_layers(tx, groups, _methods.schedule(**freezing), key=self.key)
+      tx = _freezing.freeze_layers(tx, groups, _method_settings.schedule(**freezing), key=self.key)
     if accumulation := on.get("grad_accumulation"):
       tx = _accumulation.accumulate(tx, accumulation["grad_accumulation_step"])
     if average := on.get(_levels.AVERAGE):

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 from typing import TypeAlias
 
-from optax_boost._auto import _config
+from optax_boost._levels import _config
 
 METHODS = tuple(_config.SCHEMA["boost"])[1:]
 # MindSpore's: less_bn and grad_freeze, then adasum, too.
