@@ -4,8 +4,8 @@ from typing import Any
 
 import optax
 
+from optax_boost._form import _driver
 from optax_boost._form import _own_state
-from optax_boost._form import _skippable
 from optax_boost._foundation import _arrays
 from optax_boost._foundation import _base
 from optax_boost._foundation import _tree
@@ -78,7 +78,5 @@ def step_in_place(
   def gradients() -> tuple[optax.Updates, dict[str, Any]]:
     return grads, dict(extra_args)
 
-  outcome = _skippable.run(
-    tx, _skippable.Call(gradients, params, landing=_skippable.PARAMS), opt_state
-  )
+  outcome = _driver.run(tx, _driver.Call(gradients, params, landing=_driver.PARAMS), opt_state)
   return outcome.result, outcome.state

@@ -25,7 +25,7 @@ class Form:
     allows_pairs: whether the params may be the pair of ``optax.lookahead``.
     extra_args: the extra arguments that its step names.
     frozen_groups: the group of each leaf, if the method's state requests ``frozen_groups``.
-    wrapper: what the driver of wrappers calls, if it is one (:mod:`optax_boost._form._skippable`).
+    wrapper: what the driver of wrappers calls, if it is one (:mod:`optax_boost._form._driver`).
     changes: whether it changes the updates of the transformation that it holds: "always", or if
       params are in "half" precision.
     keeps: what it makes of the params after a step: their "average", or their "rounding".

@@ -3,7 +3,7 @@
 :func:`transformation` makes a method that computes updates from gradients, from ``init(params)``
 and ``step(updates, state, params)``. :func:`wrapper` makes a wrapper, which decides whether another
 transformation makes its step, with which gradients and where the result goes, from ``init``,
-``before`` and ``after`` (:mod:`optax_boost._form._skippable`). Both convert NumPy arrays to JAX
+``before`` and ``after`` (:mod:`optax_boost._form._driver`). Both convert NumPy arrays to JAX
 arrays, check the arguments of ``update``, and attach a :class:`~optax_boost._form._form.Form`.
 """
 
@@ -14,9 +14,9 @@ from typing import Any
 
 import optax
 
+from optax_boost._form import _driver
 from optax_boost._form import _form
 from optax_boost._form import _order
-from optax_boost._form import _skippable
 from optax_boost._foundation import _arrays
 
 
@@ -54,7 +54,7 @@ def transformation(
 def wrapper(
   method: str,
   state_type: Any,
-  holder: _skippable.Wrapper,
+  holder: _driver.Wrapper,
   **form_options: Any,
 ) -> optax.GradientTransformationExtraArgs:
   """A transformation that wraps another one: ``holder.inner``, in steps that may not be made.
@@ -81,7 +81,7 @@ def wrapper(
     def gradients() -> tuple[optax.Updates, dict[str, Any]]:
       return updates, dict(extra_args)
 
-    outcome = _skippable.run(tx, _skippable.Call(gradients, params), state)
+    outcome = _driver.run(tx, _driver.Call(gradients, params), state)
     return outcome.result, outcome.state
 
   tx = _with_form(form, holder.init, update)

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import optax
 
 from optax_boost._form import _compositions
+from optax_boost._form import _driver
 from optax_boost._form import _finiteness
 from optax_boost._form import _form
 from optax_boost._form import _protocol
-from optax_boost._form import _skippable
 from optax_boost._form import _transformation
 from optax_boost._foundation import _arrays
 from optax_boost._foundation import _base
@@ -159,8 +159,8 @@ class _Accumulate:
     )
 
   def before(
-    self, call: _skippable.Call, state: AccumulateState
-  ) -> tuple[_skippable.Call, AccumulateState, _Window]:
+    self, call: _driver.Call, state: AccumulateState
+  ) -> tuple[_driver.Call, AccumulateState, _Window]:
     grads, extra_args = call.gradients()
     weight = _checked_weight(extra_args.pop("weight", 1.0))
     addend = jax.tree.map(lambda t, g: _weighted(weight, t, g), state.accumulator, grads)
@@ -195,8 +195,8 @@ class _Accumulate:
 
   def after(
     self,
-    call: _skippable.Call,
-    outcome: _skippable.Outcome,
+    call: _driver.Call,
+    outcome: _driver.Outcome,
     state: AccumulateState,
     window: _Window,
   ) -> tuple[Any, AccumulateState]:
@@ -211,7 +211,7 @@ class _Accumulate:
     )
 
   def _is_used(
-    self, call: _skippable.Call, state: AccumulateState, weight: jax.Array, addend: Any
+    self, call: _driver.Call, state: AccumulateState, weight: jax.Array, addend: Any
   ) -> tuple[Any, jax.Array]:
     """Whether a micro-batch is added to the window, and whether it is good."""
     weighted = jnp.isfinite(state.weight_sum + weight) & (weight >= 0)

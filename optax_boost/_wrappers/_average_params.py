@@ -16,9 +16,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from optax_boost._form import _driver
 from optax_boost._form import _finiteness
 from optax_boost._form import _protocol
-from optax_boost._form import _skippable
 from optax_boost._form import _transformation
 from optax_boost._foundation import _arrays
 from optax_boost._foundation import _base
@@ -174,14 +174,14 @@ class _AverageParams:
     )
 
   def before(
-    self, call: _skippable.Call, state: AverageParamsState
-  ) -> tuple[_skippable.Call, AverageParamsState, None]:
+    self, call: _driver.Call, state: AverageParamsState
+  ) -> tuple[_driver.Call, AverageParamsState, None]:
     return call, state, None
 
   def after(
     self,
-    call: _skippable.Call,
-    outcome: _skippable.Outcome,
+    call: _driver.Call,
+    outcome: _driver.Outcome,
     state: AverageParamsState,
     context: None,
   ) -> tuple[Any, AverageParamsState]:
@@ -203,7 +203,7 @@ class _AverageParams:
     after = count - start
     return made & (after > 0) & (after % self.every == 0)
 
-  def _stepped(self, call: _skippable.Call, result: Any) -> tuple[Any, ...]:
+  def _stepped(self, call: _driver.Call, result: Any) -> tuple[Any, ...]:
     """A function that computes the params after the step, and its arguments."""
     if call.landing.in_params:
       return (lambda params: params), call.landing.read(result)

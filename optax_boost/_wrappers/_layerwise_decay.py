@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from optax_boost._form import _driver
 from optax_boost._form import _protocol
-from optax_boost._form import _skippable
 from optax_boost._form import _transformation
 from optax_boost._foundation import _arrays
 from optax_boost._foundation import _base
@@ -106,8 +106,8 @@ class _LayerwiseDecay:
     return LayerwiseDecayState(inner_state, jnp.zeros([], bool))
 
   def before(
-    self, call: _skippable.Call, state: LayerwiseDecayState
-  ) -> tuple[_skippable.Call, LayerwiseDecayState, None]:
+    self, call: _driver.Call, state: LayerwiseDecayState
+  ) -> tuple[_driver.Call, LayerwiseDecayState, None]:
     def change(
       tx: optax.GradientTransformationExtraArgs,
     ) -> optax.GradientTransformationExtraArgs:
@@ -121,8 +121,8 @@ class _LayerwiseDecay:
 
   def after(
     self,
-    call: _skippable.Call,
-    outcome: _skippable.Outcome,
+    call: _driver.Call,
+    outcome: _driver.Outcome,
     state: LayerwiseDecayState,
     context: None,
   ) -> tuple[Any, LayerwiseDecayState]:

@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from optax_boost._form import _driver
 from optax_boost._form import _finiteness
 from optax_boost._form import _protocol
-from optax_boost._form import _skippable
 from optax_boost._form import _transformation
 from optax_boost._foundation import _arrays
 from optax_boost._foundation import _base
@@ -131,8 +131,8 @@ class _SkipSpikes:
     )
 
   def before(
-    self, call: _skippable.Call, state: SkipSpikesState
-  ) -> tuple[_skippable.Call, SkipSpikesState, None]:
+    self, call: _driver.Call, state: SkipSpikesState
+  ) -> tuple[_driver.Call, SkipSpikesState, None]:
     norm = self._norm(call.gradients()[0])
     scaling = _protocol.state_asking(state.inner_state, _protocol.LOSS_SCALE)
     if scaling is not None:
@@ -154,8 +154,8 @@ class _SkipSpikes:
 
   def after(
     self,
-    call: _skippable.Call,
-    outcome: _skippable.Outcome,
+    call: _driver.Call,
+    outcome: _driver.Outcome,
     state: SkipSpikesState,
     context: None,
   ) -> tuple[Any, SkipSpikesState]:

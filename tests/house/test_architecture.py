@@ -33,7 +33,7 @@ FOUNDATION = [
   "_form",
   "_compositions",
   "_order",
-  "_skippable",
+  "_driver",
   "_transformation",
   "_apply_gradients",
   "_full_gradient",

@@ -16,9 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from optax_boost._form import _driver
 from optax_boost._form import _form
 from optax_boost._form import _protocol
-from optax_boost._form import _skippable
 from optax_boost._form import _transformation
 from optax_boost._foundation import _arrays
 from optax_boost._foundation import _base
@@ -199,8 +199,8 @@ class _FreezeLayers:
     )
 
   def before(
-    self, call: _skippable.Call, state: FreezeLayersState
-  ) -> tuple[_skippable.Call, FreezeLayersState, _group_counts.GroupCounts]:
+    self, call: _driver.Call, state: FreezeLayersState
+  ) -> tuple[_driver.Call, FreezeLayersState, _group_counts.GroupCounts]:
     depth, wrappers = state.frozen_groups, len(_form.wrappers_around(self.inner))
     frozen = functools.partial(_layer_groups.select_frozen, depth)
     grads, _ = call.gradients()
@@ -237,8 +237,8 @@ class _FreezeLayers:
 
   def after(
     self,
-    call: _skippable.Call,
-    outcome: _skippable.Outcome,
+    call: _driver.Call,
+    outcome: _driver.Outcome,
     state: FreezeLayersState,
     counts: _group_counts.GroupCounts,
   ) -> tuple[Any, FreezeLayersState]:

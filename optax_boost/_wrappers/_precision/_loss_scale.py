@@ -24,9 +24,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from optax_boost._form import _driver
 from optax_boost._form import _finiteness
 from optax_boost._form import _protocol
-from optax_boost._form import _skippable
 from optax_boost._form import _transformation
 from optax_boost._foundation import _arrays
 from optax_boost._foundation import _base
@@ -221,8 +221,8 @@ class _LossScale:
     )
 
   def before(
-    self, call: _skippable.Call, state: DynamicLossScaleState
-  ) -> tuple[_skippable.Call, DynamicLossScaleState, jax.Array]:
+    self, call: _driver.Call, state: DynamicLossScaleState
+  ) -> tuple[_driver.Call, DynamicLossScaleState, jax.Array]:
     def unscaled() -> tuple[optax.Updates, dict[str, Any]]:
       return _masking.map_gradients(
         functools.partial(self._unscale, state.loss_scale), *call.gradients()
@@ -245,8 +245,8 @@ class _LossScale:
 
   def after(
     self,
-    call: _skippable.Call,
-    outcome: _skippable.Outcome,
+    call: _driver.Call,
+    outcome: _driver.Outcome,
     state: DynamicLossScaleState,
     finite: jax.Array,
   ) -> tuple[Any, DynamicLossScaleState]:
@@ -255,7 +255,7 @@ class _LossScale:
       notfinite_count=_arrays.increment_if(bad, state.notfinite_count)
     )
 
-  def _landing(self, call: _skippable.Call, state: DynamicLossScaleState) -> _skippable.Landing:
+  def _landing(self, call: _driver.Call, state: DynamicLossScaleState) -> _driver.Landing:
     landing = call.landing
     if self.checks_updates:
       landing = landing.checked(self._agree)

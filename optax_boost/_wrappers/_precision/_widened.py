@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from optax_boost._form import _driver
 from optax_boost._form import _finiteness
 from optax_boost._form import _protocol
-from optax_boost._form import _skippable
 from optax_boost._form import _transformation
 from optax_boost._foundation import _arrays
 from optax_boost._foundation import _base
@@ -51,23 +51,23 @@ class WideOptimizer:
       fields["master_params"] = _arrays.copy_arrays(wide_params)
     return self.state_type(**fields)
 
-  def before(self, call: _skippable.Call, state: Any) -> tuple[_skippable.Call, Any, Any]:
+  def before(self, call: _driver.Call, state: Any) -> tuple[_driver.Call, Any, Any]:
     params = call.params
 
     def gradients() -> tuple[optax.Updates, dict[str, Any]]:
       return _wide_arguments(*call.gradients(), params)
 
-    go: _skippable.Condition = True
+    go: _driver.Condition = True
     finite = jnp.asarray(True)
     # If the result is checked, `inner` may handle gradients that are not finite. A loss scale
     # inside must see every overflow: it skips these steps itself.
     if not self.checks_updates and not _protocol.scales_loss(state.inner_state):
       go = finite = call.holds(lambda: self._agree(_finiteness.all_finite(call.gradients()[0])))
     place = call.place, getattr(state, "master_params", None)
-    return _skippable.Call(gradients, place, go, self._landing(call.landing, state)), state, finite
+    return _driver.Call(gradients, place, go, self._landing(call.landing, state)), state, finite
 
   def after(
-    self, call: _skippable.Call, outcome: _skippable.Outcome, state: Any, finite: jax.Array
+    self, call: _driver.Call, outcome: _driver.Outcome, state: Any, finite: jax.Array
   ) -> tuple[Any, Any]:
     result, masters = outcome.result
     if not call.landing.in_params:
@@ -79,7 +79,7 @@ class WideOptimizer:
       **kept,
     )
 
-  def _landing(self, outer: _skippable.Landing, state: Any) -> _skippable.Landing:
+  def _landing(self, outer: _driver.Landing, state: Any) -> _driver.Landing:
     """A landing in float32 params; its place is a pair: the params' place, and masters or None."""
 
     def get(place: Any) -> optax.Params:
