@@ -44,7 +44,7 @@ test-cpus: $(READY)
 # The oldest versions that are supported, in an environment of their own. AdaSum's tests and
 # examples need JAX 0.10, for `jax.lax.pcast` and for the collectives that they count.
 # Equinox warns with the oldest JAX.
-NEWER := tests/adasum tests/trainers/test_equinox.py optax_boost/_adasum
+NEWER := tests/adasum tests/trainers/test_equinox.py optax_boost/_methods/_adasum
 # Of the pages, the programs with AdaSum, with Equinox, and with `nnx.List` or `nnx.as_pure`, which
 # came with Flax 0.12.
 NEWER_PAGES := cards/adasum.md cards/auto_boost.md-NNX guides/fine_tuning.md-NNX guides/trainers.md index.md \

@@ -152,7 +152,7 @@ else:
   raise AssertionError("Flax came without the extra")
 """
 COMPILED = """
-from optax_boost._sgperm import _host
+from optax_boost._methods._sgperm import _host
 assert _host._compiled.cache_info().currsize, "the search on the host was not compiled"
 """
 OPTIMIZED = {"XLA_FLAGS": "--xla_backend_optimization_level=3"}

@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 import optax
 
-from optax_boost import _average_params
-from optax_boost import _tree
+from optax_boost._foundation import _tree
+from optax_boost._wrappers import _average_params
 
 _ReadAverage = Callable[[optax.OptState, optax.Params], optax.Params]
 

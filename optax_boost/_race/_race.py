@@ -12,8 +12,8 @@ import jax
 import numpy as np
 import optax
 
-from optax_boost import _base
-from optax_boost import _types
+from optax_boost._foundation import _base
+from optax_boost._foundation import _types
 from optax_boost._race import _result
 from optax_boost._race import _run
 

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from scipy import special
 
-from optax_boost import _base
+from optax_boost._foundation import _base
 from optax_boost._race import _plot
 
 if TYPE_CHECKING:

@@ -17,9 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_boost import _base
 from optax_boost import _train_step
-from optax_boost import _types
+from optax_boost._foundation import _base
+from optax_boost._foundation import _progress
+from optax_boost._foundation import _types
 from optax_boost._race import _evaluated
 from optax_boost._race import _result
 
@@ -264,7 +265,7 @@ def train(
   trains = [(name, method.train, (later_seeds, vmap_seeds)) for name, method in methods.items()]
   jobs: list[tuple[str, Callable[..., None], tuple[Any, ...]]] = [*counts, clock, *trains]
   try:
-    for name, run, args in _base.with_progress(jobs, progress, "race", "part"):
+    for name, run, args in _progress.with_progress(jobs, progress, "race", "part"):
       try:
         run(*args)
       except Exception as error:

@@ -21,7 +21,7 @@ import itertools
 import re
 from typing import NamedTuple
 
-from optax_boost import _base
+from optax_boost._foundation import _base
 from optax_boost._trace import _flow
 from optax_boost._trace import _layer_axes
 from optax_boost._trace import _leaf_uses

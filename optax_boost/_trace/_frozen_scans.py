@@ -17,7 +17,7 @@ from jax.extend import core as jax_core
 import jax.numpy as jnp
 import numpy as np
 
-from optax_boost import _arrays
+from optax_boost._foundation import _arrays
 from optax_boost._trace import _axis_map
 from optax_boost._trace import _jaxpr
 from optax_boost._trace import _primitives

@@ -22,8 +22,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_boost import _base
-from optax_boost import _tree
+from optax_boost._foundation import _base
+from optax_boost._foundation import _tree
 from optax_boost._trace import _jaxpr
 from optax_boost._trace import _leaf_uses
 from optax_boost._trace._leaf_uses import DataKind

@@ -20,8 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_boost import _base
-from optax_boost import _tree
+from optax_boost._foundation import _base
+from optax_boost._foundation import _tree
 from optax_boost._trace import _blocks
 from optax_boost._trace import _flow
 from optax_boost._trace import _layer_axes

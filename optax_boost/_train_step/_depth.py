@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import jax
 
-from optax_boost import _protocol
-from optax_boost import _types
+from optax_boost._form import _protocol
+from optax_boost._foundation import _types
 
 # States that steps returned and that were not used since are forgotten beyond this number.
 _MOST_RETURNED = 64

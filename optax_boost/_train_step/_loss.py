@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_boost import _types
+from optax_boost._foundation import _types
 
 
 def split_output(

@@ -4,9 +4,9 @@ import jax
 import numpy as np
 import optax
 
-from optax_boost import _base
-from optax_boost import _tree
-from optax_boost import _types
+from optax_boost._foundation import _base
+from optax_boost._foundation import _tree
+from optax_boost._foundation import _types
 
 
 def flatten_metrics(

@@ -12,9 +12,9 @@ extra arguments of ``update``; this module makes them, once, for any chain:
   model_state        the mutable statistics after the forward pass, for who names the argument
 
 The optimizer state may ask for scaled gradients or for a shorter backward pass
-(:mod:`optax_boost._protocol`): `grad` and `grad_fn` are of the scaled loss, the values of the loss
-itself. Closures that no transformation calls cost nothing; their aux and statistics are dropped.
-Leaves that ``optax.masked`` and ``optax.partition`` hide have their current values.
+(:mod:`optax_boost._form._protocol`): `grad` and `grad_fn` are of the scaled loss, the values of the
+loss itself. Closures that no transformation calls cost nothing; their aux and statistics are
+dropped. Leaves that ``optax.masked`` and ``optax.partition`` hide have their current values.
 """
 
 from collections.abc import Mapping
@@ -25,12 +25,12 @@ from typing import Any
 import jax
 import optax
 
-from optax_boost import _apply_gradients
-from optax_boost import _base
-from optax_boost import _compositions
-from optax_boost import _own_state
-from optax_boost import _protocol
-from optax_boost import _types
+from optax_boost._form import _apply_gradients
+from optax_boost._form import _compositions
+from optax_boost._form import _own_state
+from optax_boost._form import _protocol
+from optax_boost._foundation import _base
+from optax_boost._foundation import _types
 from optax_boost._trace import _layer_axes
 from optax_boost._train_step import _loss
 from optax_boost._train_step import _objective

@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_boost import _arrays
-from optax_boost import _base
-from optax_boost import _tree
-from optax_boost import _types
+from optax_boost._foundation import _arrays
+from optax_boost._foundation import _base
+from optax_boost._foundation import _tree
+from optax_boost._foundation import _types
 
 
 class TrainState(NamedTuple):

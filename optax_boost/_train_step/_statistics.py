@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_boost import _tree
-from optax_boost import _types
+from optax_boost._foundation import _tree
+from optax_boost._foundation import _types
 from optax_boost._trace import _layer_groups
 
 # Of Linen's variables, those that stand for a whole model's.

@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_boost import _base
-from optax_boost import _full_gradient
-from optax_boost import _protocol
-from optax_boost import _tree
-from optax_boost import _types
+from optax_boost._form import _protocol
+from optax_boost._foundation import _base
+from optax_boost._foundation import _full_gradient
+from optax_boost._foundation import _tree
+from optax_boost._foundation import _types
 from optax_boost._trace import _layer_axes
 from optax_boost._train_step import _depth
 from optax_boost._train_step import _loss

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import optax
 
-from optax_boost import _types
+from optax_boost._foundation import _types
 from optax_boost._trace import _frozen_scans
 from optax_boost._trace import _jaxpr
 from optax_boost._trace import _layer_axes
@@ -38,7 +38,8 @@ class TracedLoss:
   def run_cut(self, params: optax.Params, leaves: Sequence[Any]) -> Any:
     """The loss's output, computed with `leaves` in the place of those of `params`.
 
-    Some of `leaves` may be in parts, of which some are frozen (:mod:`optax_boost._frozen_scans`).
+    Some of `leaves` may be in parts, of which some are frozen
+    (:mod:`optax_boost._trace._frozen_scans`).
     """
     program, structure = self._trace(params)
     outputs = _frozen_scans.run(program, [*leaves, *jax.tree.leaves(self._arguments)])

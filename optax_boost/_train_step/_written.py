@@ -8,8 +8,8 @@ from typing import NamedTuple
 import jax
 import optax
 
-from optax_boost import _tree
-from optax_boost import _types
+from optax_boost._foundation import _tree
+from optax_boost._foundation import _types
 from optax_boost._trace import _jaxpr
 from optax_boost._train_step import _traced_loss
 

@@ -11,8 +11,8 @@ from flax import core
 from flax import linen as nn
 import jax
 
-from optax_boost import _base
-from optax_boost import _types
+from optax_boost._foundation import _base
+from optax_boost._foundation import _types
 from optax_boost._trace import _layer_axes
 
 

@@ -14,9 +14,9 @@ from flax import traverse_util
 import jax
 import jax.numpy as jnp
 
-from optax_boost import _base
-from optax_boost import _batch_stats
-from optax_boost import _types
+from optax_boost._foundation import _base
+from optax_boost._foundation import _types
+from optax_boost._methods import _batch_stats
 from optax_boost.linen import _adapter
 
 _COLLECTION = "batch_stats"

@@ -5,7 +5,7 @@ from typing import Any
 from flax import linen as nn
 import jax
 
-from optax_boost import _normalized_dense
+from optax_boost._methods import _normalized_dense
 
 
 class NormalizedDense(nn.Dense):

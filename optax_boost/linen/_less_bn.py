@@ -7,8 +7,8 @@ from typing import Any
 from flax import linen as nn
 import jax
 
-from optax_boost import _less_bn
-from optax_boost import _types
+from optax_boost._foundation import _types
+from optax_boost._methods import _less_bn
 from optax_boost.linen import _adapter
 from optax_boost.linen import _head
 

@@ -4,7 +4,7 @@ Needs the extra ``flax``.
 """
 
 # ruff: noqa: E402 (an error without Flax comes before the imports that need it)
-from optax_boost import _extras
+from optax_boost._foundation import _extras
 
 _extras.require_flax(__name__)
 

@@ -15,10 +15,10 @@ from typing import NamedTuple
 from flax import nnx
 import jax
 
-from optax_boost import _base
 from optax_boost import _train_step
-from optax_boost import _tree
-from optax_boost import _types
+from optax_boost._foundation import _base
+from optax_boost._foundation import _tree
+from optax_boost._foundation import _types
 from optax_boost._trace import _layer_axes
 
 # Before flax 0.12.7 it was called `pure`, a name that warns since.

@@ -11,9 +11,9 @@ from flax import nnx
 import jax
 import jax.numpy as jnp
 
-from optax_boost import _average_params
-from optax_boost import _base
-from optax_boost import _batch_stats
+from optax_boost._foundation import _base
+from optax_boost._methods import _batch_stats
+from optax_boost._wrappers import _average_params
 from optax_boost.nnx import _adapter
 from optax_boost.nnx import _less_bn
 

@@ -6,7 +6,7 @@ from flax import nnx
 import jax
 import jax.numpy as jnp
 
-from optax_boost import _normalized_dense
+from optax_boost._methods import _normalized_dense
 
 
 class NormalizedDense(nnx.Linear):

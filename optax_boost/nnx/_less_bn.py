@@ -7,8 +7,8 @@ from flax import nnx
 import jax
 import jax.numpy as jnp
 
-from optax_boost import _less_bn
-from optax_boost import _types
+from optax_boost._foundation import _types
+from optax_boost._methods import _less_bn
 from optax_boost.nnx import _adapter
 from optax_boost.nnx import _head
 

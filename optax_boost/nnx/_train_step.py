@@ -16,10 +16,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_boost import _base
 from optax_boost import _train_step
-from optax_boost import _tree
-from optax_boost import _types
+from optax_boost._foundation import _base
+from optax_boost._foundation import _tree
+from optax_boost._foundation import _types
 from optax_boost.nnx import _adapter
 
 # The source of a loss's random numbers.

@@ -17,8 +17,8 @@ import numpy as np
 import optax
 
 import optax_boost
-from optax_boost import _compositions
-from optax_boost import _form
+from optax_boost._form import _compositions
+from optax_boost._form import _form
 from tests import problems
 from tests.contract.bad_input import kinds
 from tests.contract.orders import interpreter

@@ -14,8 +14,8 @@ import optax
 import pytest
 
 import optax_boost
-from optax_boost import _protocol
-from optax_boost import _transformation
+from optax_boost._form import _protocol
+from optax_boost._form import _transformation
 from tests.contract import registry
 
 

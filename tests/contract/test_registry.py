@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import optax_boost
-from optax_boost import _form
+from optax_boost._form import _form
 from tests.contract import registry
 from tests.contract.orders import interpreter
 from tests.contract.orders import programs

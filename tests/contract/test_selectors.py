@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import optax_boost
-from optax_boost import _tree
+from optax_boost._foundation import _tree
 
 # Of twelve blocks those that a pattern might confuse, and one after the chosen one.
 BLOCKS = ("0", "1", "2", "10", "11")

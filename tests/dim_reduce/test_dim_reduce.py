@@ -12,7 +12,7 @@ import optax
 import pytest
 
 import optax_boost
-from optax_boost._dim_reduce import _quasi_newton
+from optax_boost._methods._dim_reduce import _quasi_newton
 import optax_boost.nnx
 from optax_boost.nnx import _adapter
 from tests import compilations

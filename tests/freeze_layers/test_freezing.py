@@ -17,9 +17,9 @@ import optax
 import pytest
 
 import optax_boost
-from optax_boost._freezing import _schedules
 from optax_boost._train_step import _depth
 from optax_boost._train_step import _statistics
+from optax_boost._wrappers._freezing import _schedules
 import optax_boost.linen as ob_linen
 import optax_boost.nnx as ob_nnx
 from tests import compilations

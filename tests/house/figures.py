@@ -64,7 +64,7 @@ def long_functions(folder: pathlib.Path, limit: int = 80) -> Iterator[str]:
 def public_names() -> list[str]:
   """The names that the package and its public subpackages export, each object once."""
   found: dict[int, str] = {}
-  for part in ("", ".auto", ".race", ".nnx", ".linen"):
+  for part in ("", ".nnx", ".linen"):
     module = importlib.import_module(f"optax_boost{part}")
     for name in getattr(module, "__all__", ()):
       found.setdefault(id(getattr(module, name)), f"optax_boost{part}.{name}")

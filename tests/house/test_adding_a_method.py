@@ -19,6 +19,7 @@ EXAMPLE = re.search(
   r"````diff\n(.*?)````", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"), re.DOTALL
 )[1]
 METHOD = "bound_entries"
+FILE = f"optax_boost/_methods/_{METHOD}.py"
 # Tests outside of tests/house whose one case looks at every row of the registry.
 OF_ALL_ROWS = (
   "test_registry",
@@ -94,7 +95,7 @@ def files_with_the_method(folder):
     for path in sorted((folder / "tests").rglob("test_*.py"))
     if path.parent.name == "house" or READS_ALL_METHODS.search(path.read_text(encoding="utf-8"))
   ]
-  return [str(path.relative_to(folder)) for path in [*files, folder / f"optax_boost/_{METHOD}.py"]]
+  return [str(path.relative_to(folder)) for path in [*files, folder / FILE]]
 
 
 def run(folder, *command):
@@ -134,7 +135,7 @@ def test_the_example_is_one_file_one_export_one_row_one_card_and_one_line():
     "CHANGELOG.md",
     f"docs/cards/{METHOD}.md",
     "optax_boost/__init__.py",
-    f"optax_boost/_{METHOD}.py",
+    FILE,
     "tests/contract/registry.py",
   ]
 
@@ -157,7 +158,7 @@ def test_every_test_that_can_see_the_new_method_passes(copy):
     r"@every_(?:row|factory)\n(?:@.*\n)*def (test_\w+)", inspect.getsource(test_contract)
   )
   assert columns >= set(every)
-  assert f"optax_boost/_{METHOD}.py" in printed
+  assert FILE in printed
 
 
 def test_the_pages_of_the_new_method_build_without_a_warning(copy, tmp_path):

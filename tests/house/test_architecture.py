@@ -15,48 +15,38 @@ import optax_boost
 ROOT = pathlib.Path(__file__).parents[2]
 PACKAGE = ROOT / "optax_boost"
 MODULES = sorted(PACKAGE.rglob("*.py"))
-# In this order: each may import those before it.
-FOUNDATION = [
-  "_types",
-  "_base",
-  "_arrays",
-  "_files",
-  "_tree",
-  "_own_state",
-  "_trace",
-  "_masking",
-  "_protocol",
-  "_method",
-  "_conditional",
-  "_finiteness",
-  "_form",
-  "_compositions",
-  "_order",
-  "_skippable",
-  "_transformation",
-  "_apply_gradients",
-  "_full_gradient",
-]
-# The same inside of this package of the foundation.
-TRACE = [
-  "_jaxpr",
-  "_axis_map",
-  "_primitives",
-  "_leaf_uses",
-  "_layer_axes",
-  "_flow",
-  "_blocks",
-  "_layer_groups",
-  "_frozen_scans",
-]
-# What may import what of ours: nothing, the foundation, the methods, everything below.
-TOP = {"_auto", "_race"}
-TRAIN_STEP = "_train_step"
+
+
+def name_of(path):
+  return str(path.relative_to(PACKAGE))
+
+
+every_module = pytest.mark.parametrize("path", MODULES, ids=name_of)
+
 FLAX = {"nnx", "linen"}
+# What each room, folder or file, at the package's top may import beside itself.
+_SHARED = {"_foundation", "_trace", "_form"}
+_TOP = {*_SHARED, "_methods", "_wrappers", "_sequences", "_train_step"}
+ROOMS = {
+  "_foundation": set(),
+  "_trace": {"_foundation"},
+  "_form": {"_foundation"},
+  "_methods": _SHARED,
+  "_wrappers": _SHARED,
+  "_sequences": {"_foundation"},
+  "_train_step": _SHARED,  # no method
+  "_levels": _TOP,
+  "_race": _TOP,
+  **dict.fromkeys(FLAX, _TOP),
+}
+# Rooms whose parts never import each other, but for what they share.
+APART = {"_methods": {"_leaves"}, "_wrappers": set()}
+# Rooms whose docstring lists the modules in an order: each may import those before it.
+ORDERED = ("_foundation", "_trace", "_form", "_train_step", "_levels", "_race")
 
 
 def imported(path):
-  """The modules that a file imports, by their first two components."""
+  """The modules that a file imports."""
   names = set()
   for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
     if isinstance(node, ast.Import):
@@ -67,60 +57,69 @@ def imported(path):
 
 
 def ours(path):
-  """The modules of ours that a file imports."""
-  found = set()
-  for name in imported(path):
-    parts = name.split(".")
-    if parts[0] == "optax_boost" and len(parts) > 1:
-      found.add(parts[1])
-  return found
+  """The modules of ours that a file imports, as tuples of a room and what is in it."""
+  names = [name.split(".") for name in imported(path)]
+  return {tuple(parts[1:]) for parts in names if parts[0] == "optax_boost"}
 
 
-def layer(path):
+def room(path):
   return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_imports_run_one_way(path):
-  name, below = layer(path), ours(path)
-  root = imported(path) & {"optax_boost"}
-  assert not root, "nothing in the package may import the root that is importing it"
-  if name in FOUNDATION:
-    assert below <= {*FOUNDATION[: FOUNDATION.index(name)], name}
-  elif name == TRAIN_STEP:
-    assert below <= {*FOUNDATION, name}, "the train step must know no method"
-  elif name in TOP:
-    assert not below & (FLAX | {"__init__"})
-  elif name not in FLAX | {"__init__"}:
-    assert below <= {*FOUNDATION, name}, "a method must not import another"
+def parts_imported(path):
+  """The parts of a file's own room that it imports; an empty name for the room itself."""
+  return {(*rest, "")[0] for name, *rest in ours(path) if name == room(path)}
 
 
-@pytest.mark.parametrize("name", TRACE)
-def test_imports_run_one_way_in_the_analyses_of_a_trace(name):
-  imports = [module.split(".") for module in imported(PACKAGE / "_trace" / f"{name}.py")]
-  of_ours = [module for module in imports if module[0] == "optax_boost"]
-  assert ["optax_boost", "_trace"] not in of_ours
-  below = {module[2] for module in of_ours if module[1] == "_trace"}
-  assert below <= set(TRACE[: TRACE.index(name)])
+def listed(name):
+  """The modules that the docstring of a room lists, in order."""
+  text = ast.get_docstring(ast.parse((PACKAGE / name / "__init__.py").read_text(encoding="utf-8")))
+  return re.findall(r"^  (_\w+)  ", text[text.index("The modules, each") :], re.MULTILINE)
 
 
-def test_the_order_of_the_analyses_is_complete():
-  assert {f"{name}.py" for name in ["__init__", *TRACE]} == {
-    path.name for path in (PACKAGE / "_trace").glob("*.py")
-  }
+IN_ORDER = [PACKAGE / name / f"{module}.py" for name in ORDERED for module in listed(name)]
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_every_room_has_its_place():
+  assert {room(path) for path in MODULES} == {"__init__", *ROOMS}
+
+
+@every_module
+def test_imports_run_one_way_between_rooms(path):
+  assert () not in ours(path), "nothing in the package may import the root that is importing it"
+  if room(path) != "__init__":
+    assert {name for name, *_ in ours(path)} <= {room(path), *ROOMS[room(path)]}
+
+
+@pytest.mark.parametrize("name", ORDERED)
+def test_the_docstring_of_a_room_lists_its_modules(name):
+  assert {"__init__", *listed(name)} == {path.stem for path in (PACKAGE / name).glob("*.py")}
+
+
+@pytest.mark.parametrize("path", IN_ORDER, ids=name_of)
+def test_imports_run_one_way_inside_of_a_room(path):
+  order = listed(room(path))
+  assert parts_imported(path) <= set(order[: order.index(path.stem)])
+
+
+@every_module
+def test_methods_and_wrappers_never_import_each_other(path):
+  if room(path) in APART:
+    part = path.relative_to(PACKAGE).parts[1].removesuffix(".py")
+    assert parts_imported(path) <= {part, *APART[room(path)]}
+
+
+@every_module
 def test_only_the_public_api_of_optax_is_used(path):
   assert not re.search(
     r"optax\._src|from optax import _src|jax\._src", path.read_text(encoding="utf-8")
   )
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
+@every_module
 def test_flax_is_imported_in_two_packages_only(path):
   uses = any(name.split(".")[0] == "flax" for name in imported(path))
-  assert uses == (layer(path) in FLAX and path.name != "__init__.py")
+  assert uses == (room(path) in FLAX and path.name != "__init__.py")
 
 
 def run_python(code, folder, **environment):
@@ -157,7 +156,7 @@ def test_the_built_wheel_holds_the_package_and_its_types(wheel):
 
 
 def test_no_module_bears_the_name_of_a_public_function():
-  modules = {layer(path) for path in MODULES}
+  modules = {room(path) for path in MODULES}
   assert not modules & set(optax_boost.__all__)
 
 

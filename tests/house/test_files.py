@@ -6,7 +6,7 @@ import stat
 
 import pytest
 
-from optax_boost import _files
+from optax_boost._foundation import _files
 
 
 def names(folder):

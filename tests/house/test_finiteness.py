@@ -10,35 +10,35 @@ import optax
 import pytest
 
 import optax_boost
-from optax_boost import _finiteness
+from optax_boost._form import _finiteness
 
 PACKAGE = pathlib.Path(optax_boost.__file__).parent
 # The functions in which `jnp.isfinite` decides about something else than entries of gradients,
 # params or states, which are `_finiteness.finite_entries`'s.
 ALLOWED = {
-  "_accumulation.py": {"_is_used": "a sum of weights, a scalar"},
-  "_adasum/_pairs.py": {"bounds_of": "a guard of `frexp`"},
-  "_adasum/_reduce.py": {"_walk": "sums of squares"},
-  "_dim_reduce/_fit.py": {"_check_fit": "a variance, a scalar"},
-  "_dim_reduce/_quasi_newton.py": {
+  "_wrappers/_accumulation.py": {"_is_used": "a sum of weights, a scalar"},
+  "_methods/_adasum/_pairs.py": {"bounds_of": "a guard of `frexp`"},
+  "_methods/_adasum/_reduce.py": {"_walk": "sums of squares"},
+  "_methods/_dim_reduce/_fit.py": {"_check_fit": "a variance, a scalar"},
+  "_methods/_dim_reduce/_quasi_newton.py": {
     "find_direction": "a ratio, a scalar",
     "attempt": "a loss",
     "next_step": "a length, a scalar",
   },
-  "_dim_reduce/_transform.py": {"_search": "a loss"},
-  "_finiteness.py": {
+  "_methods/_dim_reduce/_transform.py": {"_search": "a loss"},
+  "_form/_finiteness.py": {
     "_sums": "sums of zeros and NaN",
     "_sums_in_links": "sums of zeros and NaN",
     "all_finite": "a sum of squares",
     "finite_entries": "the definition",
     "sum_is_finite": "a sum of squares",
   },
-  "_lars.py": {"_trust_ratio": "norms"},
-  "_precision/_widened.py": {
+  "_methods/_lars.py": {"_trust_ratio": "norms"},
+  "_wrappers/_precision/_widened.py": {
     "_round_to_nearest": "a guard of the rounding, which keeps infinities",
     "round_stochastically": "a guard of the rounding, which keeps infinities",
   },
-  "_svrg.py": {"_correct": "sums of squares"},
+  "_methods/_svrg.py": {"_correct": "sums of squares"},
 }
 
 

@@ -7,7 +7,6 @@ import tomllib
 import pytest
 
 import optax_boost
-from tests.house import test_architecture
 
 ROOT = pathlib.Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -35,15 +34,15 @@ MAP = re.search(r"## How to find your way\n\n```\n(.*?)```", CONTRIBUTING, re.DO
 
 
 def named_in_the_map():
-  """The paths in the map: names that end in a slash or .py, left of the descriptions."""
-  folder, paths = "", set()
+  """The paths in the map: names left of the descriptions, each in the folders that it is below."""
+  folders, paths = [], set()
   for line in MAP.splitlines():
-    if not line.startswith(" "):
-      folder = line.split()[0]
-      paths.add(folder)
-    elif line[2] != " ":
-      names = re.match(r" *(?:[\w.]+(?:/|\.py)(?: +|$))*", line)[0]
-      paths |= {folder + name for name in names.split()}
+    indent, names = re.match(r"( *)((?:[\w.]+(?:/|\.py|\.txt)(?: +|$))*)", line).groups()
+    if names:
+      # Two spaces for each folder that the line is in.
+      folders = folders[: len(indent) // 2]
+      paths |= {"".join([*folders, name]) for name in names.split()}
+      folders.append(names.split()[0])
   return paths
 
 
@@ -56,15 +55,12 @@ def test_every_file_that_the_map_names_exists():
   assert not missing, f"CONTRIBUTING's map names {missing}; correct it"
 
 
-def test_the_map_names_every_folder_of_the_package_and_every_file_but_the_methods_own():
-  parts = {f"optax_boost/{path.parent.name}/" for path in PACKAGE.glob("*/*.py")}
-  parts |= {f"optax_boost/{path.name}" for path in PACKAGE.glob("*.py") if shared(path)}
+def test_the_map_names_every_folder_of_the_package_and_every_file_at_its_top():
+  files = [path.relative_to(PACKAGE.parent) for path in PACKAGE.rglob("*.py")]
+  parts = {f"{path.parent}/" for path in files}
+  parts |= {str(path) for path in files if str(path.parent) == "optax_boost"}
   missing = parts - named_in_the_map()
   assert not missing, f"CONTRIBUTING's map lacks {missing}; add them"
-
-
-def shared(path):
-  return path.stem in (*test_architecture.FOUNDATION, test_architecture.TRAIN_STEP)
 
 
 def test_texts_are_read_as_utf_8_whatever_the_locale_is():

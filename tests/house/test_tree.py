@@ -15,7 +15,7 @@ import optax
 import pytest
 
 import optax_boost
-from optax_boost import _tree
+from optax_boost._foundation import _tree
 
 PARAMS = {"block": [{"kernel": jnp.ones((2, 3)), "bias": jnp.ones(3)}, {"scale": jnp.ones(3)}]}
 

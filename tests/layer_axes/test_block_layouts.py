@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import optax_boost
-from optax_boost import _tree
+from optax_boost._foundation import _tree
 from tests.layer_axes import block_layouts
 
 

@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import optax_boost
-from optax_boost import _tree
+from optax_boost._foundation import _tree
 from tests.layer_axes import learned_queries
 
 NAMES = list(learned_queries.STRUCTURES)

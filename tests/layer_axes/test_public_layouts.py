@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import optax_boost
-from optax_boost import _tree
+from optax_boost._foundation import _tree
 import optax_boost.linen as ob_linen
 import optax_boost.nnx as ob_nnx
 from tests.freeze_layers import test_freezing

@@ -9,9 +9,9 @@ import pytest
 
 import optax_boost
 from optax_boost import LayerSlice
-from optax_boost import _tree
 from optax_boost import linen as ob_linen
 from optax_boost import nnx as ob_nnx
+from optax_boost._foundation import _tree
 
 LAYERS, WIDTH = 4, 8
 TOKENS = jnp.zeros((2, 3), jnp.int32)

@@ -16,8 +16,8 @@ import optax
 import pytest
 
 import optax_boost
-from optax_boost import _tree
 from optax_boost import linen as ob_linen
+from optax_boost._foundation import _tree
 from tests.layer_axes.block_layouts import HIDDEN
 from tests.layer_axes.block_layouts import QKV
 from tests.layer_axes.block_layouts import VOCAB

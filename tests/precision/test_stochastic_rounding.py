@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import optax_boost
-from optax_boost._precision import _widened
+from optax_boost._wrappers._precision import _widened
 
 DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 both_dtypes = pytest.mark.parametrize("dtype", DTYPES)

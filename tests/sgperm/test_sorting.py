@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from optax_boost._sgperm import _sorting
+from optax_boost._methods._sgperm import _sorting
 
 argsort = jax.jit(_sorting.argsort, static_argnums=2)
 

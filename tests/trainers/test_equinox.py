@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_boost import _compositions
+from optax_boost._form import _compositions
 from tests.trainers import methods
 
 KEY = jax.random.key(0)

@@ -10,8 +10,8 @@ import optax
 import pytest
 
 import optax_boost
-from optax_boost import _compositions
-from optax_boost import _protocol
+from optax_boost._form import _compositions
+from optax_boost._form import _protocol
 from tests.contract import registry
 
 CHECKING = {

@@ -20,9 +20,9 @@ import jax.numpy as jnp
 import optax
 
 import optax_boost
-from optax_boost import _arrays
-from optax_boost import _conditional
-from optax_boost import _finiteness
+from optax_boost._form import _finiteness
+from optax_boost._foundation import _arrays
+from optax_boost._foundation import _conditional
 from tests.xla import table
 
 _SHAPE = (256, 256)
@@ -51,17 +51,17 @@ def check(number: int) -> Callable[[Callable[[], Finding]], Callable[[], Finding
 
 # What is replaced, as "module.name" in the package: tests/house checks that all of these exist.
 REPLACED = (
-  "_arrays._TOGETHER",
-  "_finiteness.all_finite",
-  "_arrays.divide",
-  "_arrays.stackable",
-  "_conditional.once_if",
-  "_dim_reduce._linalg._sum_by_group",
-  "_finiteness._sums_in_links",
-  "_lars._trust_ratio",
-  "_lars.jax.lax.platform_dependent",
-  "_sgperm._execution._hint",
-  "_sgperm._execution.sharded_like",
+  "_foundation._arrays._TOGETHER",
+  "_form._finiteness.all_finite",
+  "_foundation._arrays.divide",
+  "_foundation._arrays.stackable",
+  "_foundation._conditional.once_if",
+  "_methods._dim_reduce._linalg._sum_by_group",
+  "_form._finiteness._sums_in_links",
+  "_methods._lars._trust_ratio",
+  "_methods._lars.jax.lax.platform_dependent",
+  "_methods._sgperm._execution._hint",
+  "_methods._sgperm._execution.sharded_like",
 )
 
 
@@ -162,7 +162,7 @@ def sums_over_small_leaves() -> Finding:
     return max(loops(compiled(_arrays.sum_squares_of_tree, [jnp.ones(_SMALL)] * 200)))
 
   ours = lines()
-  with replaced("_arrays._TOGETHER", 10_000):
+  with replaced("_foundation._arrays._TOGETHER", 10_000):
     return compare("lines in the largest loop", lines(), ours)
 
 
@@ -179,7 +179,7 @@ def a_scalar_of_all_leaves() -> Finding:
     return jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in leaves]))
 
   ours = lines()
-  with replaced("_finiteness.all_finite", plain):
+  with replaced("_form._finiteness.all_finite", plain):
     return compare("lines in all loops", lines(), ours)
 
 
@@ -196,7 +196,7 @@ def a_cheap_scalar_per_leaf() -> Finding:
     return jnp.where(usable, ratio, jnp.where(finite, 1.0, jnp.nan))
 
   ours = lines()
-  with replaced("_lars._trust_ratio", jax.jit(division_first)):
+  with replaced("_methods._lars._trust_ratio", jax.jit(division_first)):
     return compare("lines in all loops", lines(), ours, 1.2)
 
 
@@ -209,7 +209,7 @@ def leaves_that_read_parts_of_a_vector() -> Finding:
     return cuda(*args)
 
   ours = seconds_to_compile(lars, 100, _SMALL)
-  with replaced("_lars.jax.lax.platform_dependent", as_on_gpus):
+  with replaced("_methods._lars.jax.lax.platform_dependent", as_on_gpus):
     return compare("s to compile", seconds_to_compile(lars, 100, _SMALL), ours)
 
 
@@ -222,7 +222,7 @@ def a_kernel_that_draws_for_each_leaf() -> Finding:
     return count(compiled(lambda g, s, p: tx.update(g, s, p), params, state, params), "shift-left")
 
   ours = draws()
-  with replaced("_arrays.stackable", _each_alone):
+  with replaced("_foundation._arrays.stackable", _each_alone):
     return compare("shifts of random bits", draws(), ours)
 
 
@@ -245,7 +245,7 @@ def _dim_reduce(shapes: list[tuple[int, ...]], components: int = 8) -> Any:
 @check(9)
 def a_product_for_each_leaf() -> Finding:
   ours = count(_dim_reduce([_SMALL] * 40), "dot")
-  with replaced("_arrays.stackable", _each_alone):
+  with replaced("_foundation._arrays.stackable", _each_alone):
     return compare("products", count(_dim_reduce([_SMALL] * 40), "dot"), ours)
 
 
@@ -261,7 +261,7 @@ def copies_at_the_edge_of_a_conditional() -> Finding:
     return condition, *jax.lax.cond(condition, call, lambda carry: carry, carry)
 
   ours = copies()
-  with replaced("_conditional.once_if", cond):
+  with replaced("_foundation._conditional.once_if", cond):
     return compare("copies", copies(), ours)
 
 
@@ -271,7 +271,7 @@ def products_that_are_summed_are_stored() -> Finding:
     return temporary(step(optax_boost.dynamic_loss_scale(optax.adam(0.1)), 16))
 
   ours = stored()
-  with replaced("_finiteness._sums_in_links", _finiteness._sums):
+  with replaced("_form._finiteness._sums_in_links", _finiteness._sums):
     return compare("temporary bytes", stored(), ours)
 
 
@@ -284,7 +284,7 @@ def a_division_is_stored() -> Finding:
     return (_arrays.widen(x) / by).astype(x.dtype)
 
   ours = stored()
-  with replaced("_arrays.divide", plain):
+  with replaced("_foundation._arrays.divide", plain):
     return compare("temporary bytes", stored(), ours)
 
 
@@ -376,8 +376,8 @@ def a_sort_loses_its_sharding() -> Finding:
 
   ours = gathers()
   with (
-    replaced("_sgperm._execution.sharded_like", lambda old, new, floats: new),
-    replaced("_sgperm._execution._hint", lambda *_: None),
+    replaced("_methods._sgperm._execution.sharded_like", lambda old, new, floats: new),
+    replaced("_methods._sgperm._execution._hint", lambda *_: None),
   ):
     return compare("gathers", gathers(), ours)
 
@@ -397,7 +397,7 @@ def no_gather_from_an_explicit_mesh_that_is_not_set() -> Finding:
 
 @check(21)
 def sorts_of_pairs() -> Finding:
-  from optax_boost._sgperm import _sorting
+  from optax_boost._methods._sgperm import _sorting
 
   x = jax.random.normal(jax.random.key(0), (784, 500))
 

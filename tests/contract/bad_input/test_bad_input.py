@@ -12,7 +12,7 @@ import optax
 import pytest
 
 import optax_boost
-from optax_boost import _base
+from optax_boost._foundation import _base
 import optax_boost.linen
 import optax_boost.nnx
 from tests.contract.bad_input import arguments

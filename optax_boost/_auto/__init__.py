@@ -1,4 +1,0 @@
-"""Several methods at once: by a level of ours, or by the configuration of MindSpore's AutoBoost."""
-
-from optax_boost._auto._build import AutoBoost as AutoBoost
-from optax_boost._auto._build import auto_boost as auto_boost

@@ -1,0 +1,82 @@
+"""Makes updates and adds them to the params in one call, in place."""
+
+from typing import Any
+
+import optax
+
+from optax_boost._form import _driver
+from optax_boost._form import _own_state
+from optax_boost._foundation import _arrays
+from optax_boost._foundation import _base
+from optax_boost._foundation import _tree
+
+
+def apply_gradients(
+  tx: optax.GradientTransformation,
+  grads: optax.Updates,
+  opt_state: optax.OptState,
+  params: optax.Params,
+  **extra_args: Any,
+) -> tuple[optax.Params, optax.OptState]:
+  """Makes a step in place: ``tx.update`` and ``optax.apply_updates`` in one call.
+
+  The same arithmetic as ``tx.update``. If :func:`accumulate`, :func:`dynamic_loss_scale`,
+  :func:`master_weights`, :func:`stochastic_rounding` or :func:`average_params` is outermost, or
+  directly inside one of these, a step that is skipped touches neither params nor inner state, and
+  needs no memory for updates. :func:`make_train_step` makes its steps so. Call it under ``jax.jit``
+  with params and state donated, in this order: JAX matches donated inputs to outputs by shape, in
+  order, and XLA copies if the two are not the same array.
+
+  The params of :func:`sgperm` and :func:`laperm` are exactly the permuted ones;
+  ``optax.apply_updates`` may be one rounding off.
+
+  Args:
+    tx: the transformation, any of optax's or ours.
+    grads: the gradients, a tree of the params' structure and shapes.
+    opt_state: the state of `tx`.
+    params: the params.
+    **extra_args: of ``tx.update``, such as `value` or the `weight` of :func:`accumulate`.
+
+  Returns:
+    The new params and the new state.
+
+  Examples:
+    >>> import functools, jax, jax.numpy as jnp, optax, optax_boost
+    >>> tx = optax_boost.accumulate(optax.sgd(1.0), every=2)
+    >>> @functools.partial(jax.jit, donate_argnums=(0, 1))
+    ... def train(params, opt_state, batch):
+    ...   grads = jax.grad(lambda params: jnp.sum(params * batch))(params)
+    ...   return optax_boost.apply_gradients(tx, grads, opt_state, params)
+    >>> params = jnp.zeros(2)
+    >>> opt_state = tx.init(params)
+    >>> for batch in (jnp.array([1.0, 2.0]), jnp.array([3.0, 6.0])):
+    ...   params, opt_state = train(params, opt_state, batch)
+    ...   print(params.tolist())
+    [0.0, 0.0]
+    [-2.0, -4.0]
+
+  .. note::
+    Reverse-mode differentiation through such a step needs ``tx.update``.
+  """
+  # XLA 24: params come before the state in the results, so that both can be donated in this order.
+  tx = _base.check_transformation("tx", tx)
+  _tree.check_same_tree(grads, _tree.differentiated(params), "apply_gradients")
+  _own_state.check(tx, opt_state, params)
+  grads, params = _arrays.as_jax((grads, params))
+  return step_in_place(tx, grads, opt_state, params, _arrays.as_jax_gradients(extra_args))
+
+
+def step_in_place(
+  tx: optax.GradientTransformation,
+  grads: optax.Updates,
+  opt_state: optax.OptState,
+  params: optax.Params,
+  extra_args: dict[str, Any],
+) -> tuple[optax.Params, optax.OptState]:
+  """The new params and state, from checked arguments."""
+
+  def gradients() -> tuple[optax.Updates, dict[str, Any]]:
+    return grads, dict(extra_args)
+
+  outcome = _driver.run(tx, _driver.Call(gradients, params, landing=_driver.PARAMS), opt_state)
+  return outcome.result, outcome.state

@@ -1,0 +1,219 @@
+"""The transformations that a transformation holds, whoever made it.
+
+One of this package names them in its :class:`~optax_boost._form._form.Form`. A user's wrapper names
+them by an attribute `wraps` of its ``update``, or of the object whose method it is: a
+transformation or a tuple of them. The compositions of optax keep them in variables of their
+``update``; one table says in which, and where the state of each part is.
+"""
+
+from collections.abc import Callable
+from collections.abc import Iterator
+from collections.abc import Sequence
+import copy
+import inspect
+import itertools
+import types
+from typing import Any
+from typing import NamedTuple
+from typing import TypeAlias
+
+import jax
+import optax
+
+from optax_boost._form import _form
+
+Update: TypeAlias = Callable[..., Any]
+
+
+class _Composition(NamedTuple):
+  """A function of optax whose transformation holds others.
+
+  Attributes:
+    variables: the variables in which its ``update`` keeps them.
+    states: from its state, and the variables' values, to their states in the same order. None:
+      their leaves have other paths than those of the whole.
+  """
+
+  variables: tuple[str, ...]
+  states: Callable[..., Sequence[Any]] | None
+
+
+def _in_fields(*fields: str) -> Callable[..., Sequence[Any]]:
+  return lambda state, *values: [getattr(state, field) for field in fields]
+
+
+_OPTAX = {
+  "apply_if_finite": _Composition(("inner",), _in_fields("inner_state")),
+  "chain": _Composition(("update_fns",), lambda state, members: list(state)),
+  "conditionally_mask": _Composition(("inner",), _in_fields("inner_state")),
+  "conditionally_transform": _Composition(("inner",), _in_fields("inner_state")),
+  "inject_hyperparams": _Composition(("inner_factory",), _in_fields("inner_state")),
+  "lookahead": _Composition(("fast_optimizer",), _in_fields("fast_state")),
+  "masked": _Composition(("inner",), _in_fields("inner_state")),
+  "named_chain": _Composition(
+    ("transforms",), lambda state, members: [state[name] for name, _ in members]
+  ),
+  "partition": _Composition(
+    ("transforms",), lambda state, parts: [state.inner_states[k].inner_state for k in parts]
+  ),
+  "sam": _Composition(("optimizer", "adv_optimizer"), _in_fields("opt_state", "adv_state")),
+  "schedule_free": _Composition(("base_optimizer",), _in_fields("base_optimizer_state")),
+  "split_real_and_imaginary": _Composition(("inner",), None),
+  "with_extra_args_support": _Composition(("tx",), lambda state, tx: [state]),
+}
+
+
+def name_in_optax(update: Update) -> str | None:
+  """The function of optax that made an ``update``, as ``"chain"``; None: another's."""
+  from_optax = (getattr(update, "__module__", None) or "").partition(".")[0] == "optax"
+  if not from_optax or hasattr(update, "__wrapped__"):
+    return None
+  return getattr(update, "__qualname__", "").partition(".")[0]
+
+
+def _variables(update: Any) -> dict[str, Any]:
+  names, cells = update.__code__.co_freevars, update.__closure__ or ()
+  return {name: cell.cell_contents for name, cell in zip(names, cells, strict=True)}
+
+
+def _composition(update: Update) -> _Composition | None:
+  return _OPTAX.get(name_in_optax(update) or "")
+
+
+def parts(update: Update) -> list[Update]:
+  """The ``update`` functions of the transformations that a transformation holds.
+
+  ``optax.inject_hyperparams`` makes its one in each step: there is none before.
+  """
+  form = _form.form_of(update)
+  if form is not None:
+    return [tx.update for tx in form.wraps]
+  owner = getattr(update, "__self__", None)
+  if isinstance(owner, optax.MultiSteps):
+    return [owner.inner_opt.update]
+  for holder in (update, owner):
+    wraps = getattr(holder, "wraps", None)
+    if wraps is not None:
+      wraps = [wraps] if isinstance(wraps, optax.GradientTransformation) else wraps
+      return [tx.update for tx in wraps]
+  if hasattr(update, "__wrapped__"):
+    return [update.__wrapped__]
+  composition = _composition(update)
+  if composition is None:
+    return []
+  variables = _variables(update)
+  found: list[Update] = []
+  for name in composition.variables if name_in_optax(update) != "inject_hyperparams" else ():
+    _map_updates(variables[name], lambda part: found.append(part) or part)  # type: ignore
+  return found
+
+
+def states_of_parts(update: Update, state: Any) -> Sequence[Any] | None:
+  """The states of :func:`parts`; None if :func:`with_parts` can't replace them.
+
+  `state` may be any tree of the state's structure.
+  """
+  form = _form.form_of(update)
+  if form is not None:
+    return [getattr(state, field) for field in form.part_states] if form.rebuild else None
+  if isinstance(getattr(update, "__self__", None), optax.MultiSteps):
+    return [state.inner_opt_state]
+  if _is_jitted(update):
+    return [state]
+  composition = _composition(update)
+  if composition is None or composition.states is None:
+    return None
+  variables = _variables(update)
+  return composition.states(state, *(variables[name] for name in composition.variables))
+
+
+def with_parts(update: Any, replace: Callable[[int, Update], Update]) -> Update:
+  """The same transformation with other parts: ``replace(i, update)`` for the i-th of them."""
+  places = itertools.count()
+
+  def replaced(value: Any) -> Any:
+    return _map_updates(value, lambda part: replace(next(places), part))
+
+  form = _form.form_of(update)
+  if form is not None and form.rebuild is not None:
+    return form.rebuild(*map(replaced, form.wraps)).update
+  if _is_jitted(update):
+    return replaced(update.__wrapped__)
+  owner = getattr(update, "__self__", None)
+  if isinstance(owner, optax.MultiSteps):
+    held, other = owner.inner_opt, copy.copy(owner)
+    fields = [name for name, value in vars(owner).items() if value is held]
+    vars(other).update(dict.fromkeys(fields, replaced(held)))
+    return other.update
+  composition, variables = _composition(update), _variables(update)
+  assert composition is not None
+  if name_in_optax(update) == "inject_hyperparams":
+    factory = variables["inner_factory"]
+    new = {"inner_factory": lambda **hyperparams: replaced(factory(**hyperparams))}
+  else:
+    new = {name: replaced(variables[name]) for name in composition.variables}
+  # The same function with other values of its variables.
+  names, cells = update.__code__.co_freevars, update.__closure__
+  function = types.FunctionType(
+    update.__code__,
+    update.__globals__,
+    update.__name__,
+    update.__defaults__,
+    tuple(
+      types.CellType(new[name]) if name in new else cell
+      for name, cell in zip(names, cells, strict=True)
+    ),
+  )
+  function.__kwdefaults__ = update.__kwdefaults__
+  return function
+
+
+def _is_jitted(update: Any) -> bool:
+  return hasattr(update, "__wrapped__") and isinstance(update, type(jax.jit(lambda: None)))
+
+
+def _map_updates(value: Any, function: Callable[[Update], Update]) -> Any:
+  """A variable of optax with its ``update`` functions replaced; a container of them, or one."""
+  if isinstance(value, optax.GradientTransformation):
+    return optax.GradientTransformationExtraArgs(value.init, function(value.update))
+  if isinstance(value, dict):
+    return {key: _map_updates(entry, function) for key, entry in value.items()}
+  if isinstance(value, tuple | list):
+    return type(value)([_map_updates(entry, function) for entry in value])
+  return function(value) if callable(value) else value
+
+
+def around_innermost(
+  tx: optax.GradientTransformationExtraArgs,
+  function: Callable[[Any], optax.GradientTransformationExtraArgs],
+) -> optax.GradientTransformationExtraArgs:
+  """The same wrappers of ours around ``function(optimizer)``, for the optimizers that they hold."""
+  form = _form.form_of(tx.update)
+  if form is None or not form.holds_an_optimizer or form.rebuild is None:
+    return function(tx)
+  return form.rebuild(*(around_innermost(part, function) for part in form.wraps))
+
+
+def updates_in(tx: optax.GradientTransformation) -> Iterator[Update]:
+  """The ``update`` functions of a transformation, each before those that it holds."""
+  pending = [tx.update]
+  while pending:
+    update = pending.pop()
+    yield update
+    pending += parts(update)
+
+
+def forms(tx: optax.GradientTransformation) -> list[_form.Form]:
+  """The forms of all transformations of ours in a transformation, each before those inside it."""
+  forms_or_none = map(_form.form_of, updates_in(tx))
+  return [form for form in forms_or_none if form is not None]
+
+
+def names_extra_argument(tx: optax.GradientTransformation, name: str) -> bool:
+  """Whether a transformation, or one that it holds, names an extra argument."""
+  for update in updates_in(tx):
+    form = _form.form_of(update)
+    named = inspect.signature(update).parameters if form is None else form.extra_args
+    if name in named:
+      return True
+  return False

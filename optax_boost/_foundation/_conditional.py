@@ -1,0 +1,159 @@
+"""Computations under a condition, in place where XLA can."""
+
+from collections.abc import Callable
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optax_boost._foundation import _base
+from optax_boost._foundation import _types
+
+
+def is_concrete(condition: _types.Unchecked) -> bool:
+  """Whether a condition is known; ``lax.cond`` would then be compiled again at every step."""
+  return not isinstance(condition, jax.core.Tracer)
+
+
+def both(first: Any, second: Any) -> Any:
+  """Whether two conditions hold, each a scalar bool or, if it always holds, Python's True."""
+  if first is True or first is second:
+    return second
+  return first if second is True else first & second
+
+
+def cond(
+  condition: jax.Array, if_true: Callable[..., Any], if_false: Callable[..., Any], *args: Any
+) -> Any:
+  """``lax.cond`` for traced conditions, a plain choice for known ones."""
+  if is_concrete(condition):
+    return if_true(*args) if condition else if_false(*args)
+  return jax.lax.cond(condition, if_true, if_false, *args)
+
+
+def once_if(condition: Any, function: Callable[..., Sequence[Any]], *carry: Any) -> tuple[Any, ...]:
+  """Calls ``function(*carry)`` if `condition`, else returns `carry`; updates buffers in place.
+
+  Returns ``(called, *results)``. `called` equals the condition, but a value that depends on it is
+  computed after the call.
+  """
+
+  def call(carry: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple(cast_like(tuple(function(*carry)), tuple(carry)))
+
+  if is_concrete(condition):
+    return (jnp.asarray(condition), *(call(carry) if condition else carry))
+  if jax.sharding.get_abstract_mesh().manual_axes:
+    carry = jax.tree.map(vary, carry, jax.eval_shape(call, carry))
+  # XLA 10: a loop of one turn or none, since `lax.cond` copies operands that a branch returns
+  # unchanged.
+  going, *carried = jax.lax.while_loop(
+    lambda loop: loop[0], lambda loop: (loop[0] & False, *call(loop[1:])), (condition, *carry)
+  )
+  return (condition & ~going, *carried)
+
+
+def replace_if(
+  condition: Any, function: Callable[..., _types.SameTree], old: _types.SameTree, *operands: Any
+) -> _types.SameTree:
+  """``function(old, *operands)`` if `condition`, else `old`; in place, and differentiable.
+
+  A while loop has no reverse-mode derivative, but one that makes at most one turn has. `function`
+  must not close over arrays that are differentiated.
+  """
+
+  @jax.custom_jvp
+  def replaced(condition: Any, old: Any, *operands: Any) -> Any:
+    _, new = once_if(condition, lambda kept: (function(kept, *operands),), old)
+    return new
+
+  @replaced.defjvp
+  def replaced_jvp(primals: Any, tangents: Any) -> Any:
+    condition, *arrays = primals
+    _, *slopes = tangents
+    _, slope = jax.jvp(function, tuple(arrays), tuple(slopes))
+    slope = jax.tree.map(lambda x, y: jnp.where(condition, x, y), slope, slopes[0])
+    return replaced(*primals), slope
+
+  if is_concrete(condition):
+    return function(old, *operands) if condition else old
+  return replaced(condition, old, *operands)
+
+
+def update_if(
+  condition: jax.Array,
+  update: Callable[[optax.OptState], tuple[optax.Updates, optax.OptState]],
+  state: optax.OptState,
+  shapes: _types.Tree = None,
+) -> tuple[optax.Updates, optax.OptState]:
+  """Makes an update under a condition; otherwise updates are zero and the state is `state`.
+
+  `shapes` are the abstract updates, if they are known already.
+  """
+
+  def step(state: optax.OptState) -> tuple[optax.Updates, optax.OptState]:
+    updates, moved = update(state)
+    return updates, cast_like(moved, state)
+
+  def skip(state: optax.OptState) -> tuple[optax.Updates, optax.OptState]:
+    # With the sharding of the type, which meshes with explicit axes ask of both branches.
+    zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype, device=s.sharding), shapes)
+    return jax.tree.map(vary, zeros, shapes), state
+
+  if is_concrete(condition) and condition:
+    return step(state)
+  if shapes is None:
+    shapes, _ = jax.eval_shape(update, state)
+  # On a mesh with explicit axes zeros are made inside of a trace only.
+  on_mesh = any(shape.sharding is not None for shape in jax.tree.leaves(shapes))
+  return (jax.lax.cond if on_mesh else cond)(condition, step, skip, state)
+
+
+def cast_like(tree: _types.SameTree, like: _types.Tree) -> _types.SameTree:
+  """Gives each array its counterpart's dtype, as conditionals, scans and compiled steps need.
+
+  Momentum of float16 params, for one, is float32 once a float32 gradient is added to it.
+  """
+  return jax.tree.map(lambda x, y: x if _dtype(x) == _dtype(y) else x.astype(_dtype(y)), tree, like)
+
+
+def _dtype(x: Any) -> Any:
+  return jnp.result_type(x) if not hasattr(x, "dtype") else x.dtype
+
+
+def nan_if(condition: Any, tree: _types.SameTree) -> _types.SameTree:
+  """NaN in all floating-point leaves if `condition`; None: the tree as it is."""
+  if condition is None:
+    return tree
+
+  def replaced(x: Any) -> Any:
+    inexact = jnp.issubdtype(jnp.result_type(x), jnp.inexact)
+    return jnp.where(condition, jnp.full_like(x, jnp.nan), x) if inexact else x
+
+  return jax.tree.map(replaced, tree)
+
+
+def vary(x: Any, shape: Any) -> jax.Array:
+  """Makes an array vary over the mesh axes over which another does in ``shard_map``."""
+  varying = tuple(_base.varying_axes(shape) - _base.varying_axes(jax.typeof(x)))
+  if not varying:
+    return x
+  if hasattr(jax.lax, "pcast"):
+    return jax.lax.pcast(x, varying, to="varying")
+  return jax.lax.pvary(x, varying)  # type: ignore[attr-defined]  # older JAX
+
+
+def agree(flags: jax.Array, axis_name: str | tuple[str, ...] | None, method: str) -> jax.Array:
+  """Whether flags hold on all devices along the mesh axes; None: on this one."""
+  if axis_name is None:
+    return flags
+  _base.require_axis("axis_name", axis_name, method)
+  return jax.lax.pmin(flags.astype(jnp.int32), axis_name) > 0
+
+
+def in_device_memory(x: jax.Array) -> jax.Array:
+  """An array in the devices' own memory; a state may be kept in their host's."""
+  on_host = getattr(jax.typeof(x), "memory_space", None) == jax.memory.Space.Host
+  return jax.device_put(x, jax.memory.Space.Device) if on_host else x

@@ -1,0 +1,253 @@
+"""The mean gradient over all of the data, in one pass over its batches."""
+
+from collections.abc import Callable
+from collections.abc import Iterable
+from collections.abc import Mapping
+import functools
+import math
+import numbers
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from optax_boost._foundation import _arrays
+from optax_boost._foundation import _base
+from optax_boost._foundation import _progress
+from optax_boost._foundation import _tree
+
+_METHOD = "full_gradient"
+
+
+def full_gradient(
+  grad_fn: Callable[..., Any],
+  params: optax.Params,
+  batches: Any,
+  *,
+  stacked: bool = False,
+  rng: jax.Array | None = None,
+  weight_fn: Callable[[Any], Any] | None = None,
+  progress: bool = False,
+) -> optax.Updates:
+  r"""The mean gradient over all of the data.
+
+  .. math::
+    \mu = \frac{\sum_b n_b \, \nabla f_b(s)}{\sum_b n_b}
+
+  for batches :math:`b` with :math:`n_b` examples each; a smaller last batch counts less. A *padded*
+  one needs a loss that is the mean over the real examples, and `weight_fn`, which counts them.
+
+  Args:
+    grad_fn: ``grad_fn(params, batch) -> grads``, the gradient of the mean loss over the batch, as
+      ``jax.grad(loss_fn)``. It is jitted here. As with ``jax.jit``, another function is compiled
+      again, but not a function whose inner functions were redefined. ``jax.grad`` conjugates the
+      gradients of complex leaves: conjugate them back, as the train step does with its own.
+    params: where the gradient is taken.
+    batches: any iterable of trees whose leaves are arrays or can be made into NumPy arrays (a
+      PyTorch loader, Grain, a generator). Two are held at a time: the next one is loaded meanwhile.
+    stacked: whether `batches` is instead one tree of arrays of shapes ``(batches, examples, ...)``,
+      over which a ``lax.scan`` runs, also under ``jit`` and sharded: for ``make_train_step(...,
+      full_grad_fn=functools.partial(full_gradient, batches=data, stacked=True))``. On CPUs
+      gradients of convolutions are slow inside a scan.
+    rng: a key, for losses with dropout; ``grad_fn(params, batch, key)`` then gets one per batch.
+    weight_fn: from a batch to the number of its real examples. A batch of weight 0 is left out.
+      None: the length of the leaves' first axis.
+    progress: whether to show a progress bar, if ``tqdm`` is installed.
+
+  Returns:
+    A tree like `params`, in float32 (float64 for float64), for :func:`refresh_svrg`. With `stacked`
+    not finite if no batch has weight.
+
+  Raises:
+    ValueError: there is no batch, or none with weight; trees of batches or of gradients differ; the
+      shapes do not tell the number of examples.
+
+  Examples:
+    >>> import jax, jax.numpy as jnp, optax_boost
+    >>> gradient = jax.grad(lambda w, batch: jnp.mean((w - batch) ** 2) / 2)
+    >>> batches = [jnp.array([1.0, 2.0, 3.0]), jnp.array([6.0])]
+    >>> float(optax_boost.full_gradient(gradient, jnp.zeros([]), batches))
+    -3.0
+  """
+  _base.check_callable("grad_fn", grad_fn, "grad_fn(params, batch)")
+  _base.check_callable("weight_fn", weight_fn, "weight_fn(batch)", optional=True)
+  _base.check_bool("stacked", stacked)
+  _tree.check_inexact(params, _METHOD, _tree.CLOSE_OVER)
+  # A key of `jax.random.PRNGKey` stays as it is.
+  raw = getattr(rng, "dtype", None) == jnp.uint32 and getattr(rng, "ndim", 0) == 1
+  rng = rng if rng is None or raw else _base.as_key("rng", rng)
+  if stacked:
+    return _scan(grad_fn, params, batches, rng, weight_fn)
+  if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(params)):
+    raise ValueError(
+      "`full_gradient` streams batches on the host and can't run inside `jit`. Call it between two"
+      " steps, or pass `stacked=True` and all batches as one tree of arrays."
+    )
+  return mean_over_batches(
+    grad_fn, params, batches, rng, weight_fn, progress, _METHOD, "full gradient"
+  )
+
+
+def mean_over_batches(
+  function: Callable[..., Any],
+  params: Any,
+  batches: Iterable[Any],
+  rng: jax.Array | None,
+  weight_fn: Callable[[Any], Any] | None,
+  progress: bool,
+  method: str,
+  shown_as: str,
+  on_batch: Callable[[Any], None] = lambda batch: None,
+) -> Any:
+  """The weighted mean over batches of ``function(params, batch)``, a tree like `params`.
+
+  `on_batch` is called with the arrays of each batch.
+  """
+  iterable = hasattr(batches, "__iter__") or hasattr(batches, "__getitem__")
+  if not iterable or isinstance(batches, Mapping | str | bytes | type):
+    raise TypeError(
+      f"`batches` must be an iterable of batches; got {_base.shorten(batches)}. A single batch is"
+      " passed as `[batch]`."
+    )
+  # A Partial is an argument of the jitted function, so its bound arrays may change without a
+  # recompilation.
+  partial = isinstance(function, jax.tree_util.Partial)
+  bound = function if partial else jax.tree_util.Partial(function)
+  carry, structure = (_arrays.zeros_like_wide(params), jnp.zeros([])), None
+  shown = _progress.with_progress(batches, progress, shown_as, "batch")
+  # XLA 22: a Python loop, since gradients of convolutions are slow in a scan on CPUs.
+  for index, batch in enumerate(shown):
+    arrays = jax.tree_util.tree_map_with_path(functools.partial(_as_array, index), batch)
+    if structure is None:
+      structure = jax.tree.structure(arrays)
+    elif jax.tree.structure(arrays) != structure:
+      raise ValueError(
+        f"`{method}` needs batches of one tree structure; batch {index} has"
+        f" {jax.tree.structure(arrays)}, the first had {structure}."
+      )
+    # Dispatch runs ahead of the device; unchecked, a fast loader's batches would pile up.
+    jax.block_until_ready(carry[1])
+    weight = _weight(arrays, weight_fn, index, method)
+    on_batch(arrays)
+    carry = _jitted_add(carry, bound, params, arrays, weight, rng, index)
+  if structure is None:
+    raise ValueError(
+      f"`{method}` needs at least one batch; got none. An iterator that was used up by a"
+      " previous pass is empty: pass a new one each time."
+    )
+  if not carry[1] > 0:
+    raise ValueError(
+      f"`{method}` needs batches with examples; the weights of all batches sum to {carry[1]}."
+    )
+  return _mean(carry)
+
+
+def _scan(grad_fn: Any, params: Any, batches: Any, rng: Any, weight_fn: Any) -> optax.Updates:
+  """The mean gradient over stacked batches."""
+  shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(batches)]
+  lengths = {shape[:1] for shape in shapes}
+  if len(lengths) != 1 or not all(n and n[0] for n in lengths):
+    raise ValueError(
+      "`full_gradient(stacked=True)` needs at least one batch, and arrays whose first axis runs"
+      f" over the batches; got shapes {shapes}."
+    )
+  ((length,),) = lengths
+
+  def body(carry: Any, xs: Any) -> tuple[Any, None]:
+    index, batch = xs
+    weight = 1.0 if weight_fn is None else _check_weight(weight_fn(batch))
+    return _add(carry, grad_fn, params, batch, weight, rng, index), None
+
+  start = (_arrays.zeros_like_wide(params), jnp.zeros([]))
+  carry, _ = jax.lax.scan(body, start, (jnp.arange(length), batches))
+  return _mean(carry)
+
+
+def _mean(carry: tuple[Any, jax.Array]) -> Any:
+  total, weights = carry
+  return jax.tree.map(lambda t: t / weights.astype(t.dtype), total)
+
+
+def _add(
+  carry: Any, grad_fn: Any, params: Any, batch: Any, weight: Any, rng: Any, index: Any
+) -> tuple[Any, jax.Array]:
+  """Adds a batch's weighted gradient and its weight to their sums."""
+  total, weights = carry
+  weight = jnp.asarray(weight, weights.dtype)
+  # A negative weight makes the full gradient NaN, and a refresh with NaN is counted and not made.
+  weight = jnp.where(weight >= 0, weight, jnp.nan)
+  key = () if rng is None else (jax.random.fold_in(rng, index),)
+  gradients = grad_fn(params, batch, *key)
+  check_gradients(gradients, params, "grad_fn")
+
+  def add(t: jax.Array, g: jax.Array) -> jax.Array:
+    # The mean over no examples is nan: selected away, not multiplied by zero.
+    return jnp.where(weight == 0, t, t + weight.astype(t.dtype) * g.astype(t.dtype))
+
+  return jax.tree.map(add, total, gradients), weights + weight
+
+
+_jitted_add = jax.jit(_add, donate_argnums=0)
+
+
+def _weight(batch: Any, weight_fn: Callable[[Any], Any] | None, index: int, method: str) -> float:
+  """The number of examples in a batch of a streamed pass."""
+  if weight_fn is not None:
+    weight = float(_check_weight(weight_fn(batch)))
+    if not 0 <= weight < math.inf:
+      raise ValueError(
+        f"`weight_fn` must return a finite number >= 0; it returned {weight:g} for batch {index}."
+      )
+    return weight
+  leaves = jax.tree.leaves(batch, is_leaf=_tree.is_constants)
+  shapes = [jnp.shape(leaf) for leaf in leaves if not _tree.is_constants(leaf)]
+  lengths = {shape[:1] for shape in shapes}
+  if len(lengths) != 1 or () in lengths:
+    raise ValueError(
+      f"`{method}` can't tell the number of examples from arrays of shapes {shapes}, whose"
+      " first axes differ. Pass `weight_fn`, a function from a batch to that number."
+    )
+  return float(lengths.pop()[0])
+
+
+def _check_weight(weight: Any) -> Any:
+  array = _base.is_any_array(weight)
+  real = isinstance(weight, numbers.Real) or (array and jnp.isrealobj(weight))
+  if not real or jnp.shape(weight) != ():
+    got = f"an array of shape {jnp.shape(weight)}" if array else _base.shorten(weight)
+    raise TypeError(
+      f"`weight_fn` must return a number, how many real examples the batch has; it returned {got}."
+    )
+  return weight
+
+
+def _as_array(index: int, path: Any, leaf: Any) -> Any:
+  """Returns JAX's and NumPy's arrays unchanged, and other arrays, as PyTorch's, as NumPy's."""
+  if isinstance(leaf, jax.Array):
+    return leaf
+  array = leaf if isinstance(leaf, np.ndarray | np.generic | numbers.Number) else np.asarray(leaf)
+  dtype = np.asarray(array).dtype
+  if dtype.kind in "OSUMm":
+    name = jax.tree_util.keystr(path, simple=True, separator="/")
+    raise TypeError(
+      f"`batches` must hold trees of numbers; the leaf '{name or 'batch'}' of batch {index} is"
+      f" {_base.shorten(leaf)} of dtype {dtype}. Leave it out of the batches."
+    )
+  return array
+
+
+def check_gradients(gradients: Any, params: Any, source: str) -> None:
+  """Refuses gradients, returned by the function `source`, that do not fit the params."""
+  got: Any = jax.tree.structure(gradients)
+  want: Any = jax.tree.structure(params)
+  if got == want:
+    of_real = jax.tree.map(lambda g, p: None if jnp.iscomplexobj(p) else g, gradients, params)
+    _tree.check_floating(of_real, source, "Give gradients as `jax.grad` does.")
+  shapes = [getattr(leaf, "shape", ()) for leaf in jax.tree.leaves(gradients)]
+  if got != want or shapes != [jnp.shape(leaf) for leaf in jax.tree.leaves(params)]:
+    raise ValueError(
+      f"`{source}` must give gradients of the params' tree structure and shapes; got {got} with"
+      f" shapes {shapes} for params {want}. Without aux: only the gradients."
+    )

@@ -1,0 +1,44 @@
+"""A mask that selects leaves by their path."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from optax_boost._foundation import _base
+from optax_boost._foundation import _tree
+
+
+def path_mask(*patterns: str) -> Callable[[Any], Any]:
+  """A mask for ``optax.masked`` that selects leaves by their path.
+
+  Args:
+    *patterns: regular expressions that match whole segments of the leaves' paths (keys joined by
+      ``/``; a dot in a key separates segments, too): ``"blocks/1"`` selects ``blocks/1/kernel`` and
+      not ``blocks/10/kernel``, which ``"blocks/1.*"`` selects, too.
+
+  Returns:
+    A function from params to a tree of bools, True for the leaves whose path a pattern matches.
+    A pattern that matches nothing raises :class:`NoEffectWarning`.
+
+  Raises:
+    TypeError: a pattern is not a string.
+    ValueError: a pattern is not a regular expression.
+
+  Examples:
+    >>> import jax.numpy as jnp, optax, optax_boost
+    >>> params = {"conv": {"kernel": jnp.ones((3, 3, 1, 8)), "bias": jnp.ones(8)}}
+    >>> optax_boost.path_mask("kernel$")(params)
+    {'conv': {'bias': False, 'kernel': True}}
+    >>> decay = optax.masked(
+    ...   optax.add_decayed_weights(1e-4), optax_boost.path_mask("kernel$")
+    ... )
+  """
+  for pattern in patterns:
+    _base.compile_pattern("patterns", pattern)
+
+  def mask(params: Any) -> Any:
+    selected = _tree.select(params, patterns, "patterns")
+    return jax.tree.unflatten(jax.tree.structure(params), selected)
+
+  return mask

@@ -1,0 +1,362 @@
+"""From a level or a configuration to the model and the transformation."""
+
+from collections.abc import Callable
+from collections.abc import Mapping
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import optax
+
+from optax_boost import _sequences
+from optax_boost._form import _compositions
+from optax_boost._foundation import _base
+from optax_boost._foundation import _tree
+from optax_boost._levels import _config
+from optax_boost._levels import _first_windows
+from optax_boost._levels import _levels
+from optax_boost._levels import _method_settings
+from optax_boost._methods import _centralization
+from optax_boost._methods import _less_bn
+from optax_boost._trace import _layer_axes
+from optax_boost._trace import _layer_groups
+from optax_boost._wrappers import _accumulation
+from optax_boost._wrappers import _average_params
+from optax_boost._wrappers import _freezing
+
+
+@dataclasses.dataclass
+class AutoBoost:
+  """The methods that a level or a configuration turns on; made by :func:`auto_boost`.
+
+  Attributes:
+    title: the level, and the mode of a configuration.
+    on: the settings of the methods that are on, by name: for a level of ours the public name
+      (``"freeze_layers"``, ``"average_params"``), for MindSpore's configuration its key there.
+    why: the reason of each method, on or off.
+    ignored: the configuration's keys without effect, and why.
+    key: the seed of the freezing schedule.
+    axes: how :meth:`batch` cuts leaves that aren't cut along axis 1.
+    effects: of methods by name, what :meth:`model` and :meth:`optimizer` changed when they were
+      last called, and whether that was anything.
+    length_schedule: the sequence lengths that :meth:`batch` cuts to; None: batches stay whole.
+    batches: the number of batches that were passed to :meth:`batch` of a level for tokens.
+    cut_batches: how many of them were cut.
+  """
+
+  title: str
+  on: dict[str, dict[str, Any]]
+  why: dict[str, str]
+  ignored: str = ""
+  key: jax.Array | int = 0
+  axes: Mapping[str, _sequences.LeafAxes] | None = None
+  effects: dict[str, tuple[str, bool]] = dataclasses.field(
+    default_factory=dict, compare=False, repr=False
+  )
+  length_schedule: _sequences.LengthSchedule | None = dataclasses.field(
+    default=None, compare=False, repr=False
+  )
+  batches: int = dataclasses.field(default=0, compare=False, repr=False)
+  cut_batches: int = dataclasses.field(default=0, compare=False, repr=False)
+
+  def __post_init__(self) -> None:
+    if (warmup := self.on.get(_levels.SEQUENCES)) is not None:
+      self.length_schedule = _sequences.sequence_length_warmup(**warmup)
+
+  def explain(self) -> str:
+    """A table: each method, whether it is on, why, its settings, and what it did.
+
+    Its first line says whether the level is one for images or for tokens. After :meth:`model` and
+    :meth:`optimizer` were called it tells what they changed, and after the training how many
+    batches were cut. A method that changed nothing is off, and a schedule that has cut no batch.
+    """
+    lines = [self.title]
+    for name, reason in self.why.items():
+      settings = ", ".join(f"{k}={v!r}" for k, v in self.on.get(name, {}).items())
+      effect, acts = self.effects.get(name, ("", True))
+      if self.length_schedule is not None and name == _levels.SEQUENCES:
+        effect = "\n".join(
+          [*self._explain_sequences(self.length_schedule), *filter(None, [effect])]
+        )
+        acts = self.cut_batches > 0
+      word = "on " if name in self.on and acts else "off"
+      lines.append(f"{name:22} {word}  {reason:38}  {settings}")
+      lines += [f"{'':27} here: {line}" for line in effect.splitlines()]
+    if self.ignored:
+      lines.append(f"without effect: {self.ignored}")
+    return "\n".join(map(str.rstrip, lines))
+
+  def _explain_sequences(self, schedule: _sequences.LengthSchedule) -> list[str]:
+    """The lengths, the batches that were cut, and which targets are lost."""
+    full = schedule.full_length
+    begins = ", ".join(
+      f"{n} from step {step}" for n, step in zip(schedule.lengths, schedule.starts, strict=True)
+    )
+    cut = f"{self.cut_batches} of {self.batches} batches were cut"
+    if not self.batches:
+      cut = "no batch was cut: call `boost.batch(batch, step)` for each"
+    return [
+      f"sequences of {begins}",
+      cut,
+      f"a loss that shifts sequences of {full} tokens itself loses the last target of each window;"
+      f" sequences of {full + 1} lose none",
+    ]
+
+  def model(self, less_bn: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Prepares a Flax model for training; it is traced with its arguments.
+
+    Args:
+      less_bn: ``optax_boost.nnx.less_bn`` or ``optax_boost.linen.less_bn``.
+      model: the model, or the module.
+      *args: the other arguments of `less_bn`.
+      **kwargs: its keyword arguments.
+
+    Returns:
+      The result of `less_bn`; or `model` itself if that method is off.
+    """
+    if "less_bn" not in self.on:
+      return model
+    settings = self.on["less_bn"]
+
+    def record(plan: _less_bn.Plan) -> None:
+      effect = f"{len(plan.removed)} of {plan.norms} BatchNorms removed"
+      if settings["fn_flag"]:
+        effect += f", {plan.head or 'no layer'} normalized"
+      if centralizes := settings.get("gc_flag", False):
+        effect += "; the optimizer centralizes gradients"
+      acts = bool(plan.removed or plan.head or centralizes)
+      self.effects["less_bn"] = effect, acts
+
+    return less_bn(model, *args, fn_flag=settings["fn_flag"], on_plan=record, **kwargs)
+
+  def batch(self, batch: Any, step: int) -> Any:
+    """The batch of a step, its sequences cut to the length that the level has there.
+
+    Call it for every batch, at each level, before the train step or in the loader: where nothing is
+    to cut, it returns the batch as it is. :meth:`explain` counts the calls of its own process.
+
+    Args:
+      batch: a tree of arrays, as for :func:`cut_sequences`.
+      step: the number of the optimizer step, from 0; with :func:`accumulate`, not of a micro-step.
+
+    Raises:
+      ValueError: of a level for tokens, a leaf must be named in the argument `axes` of
+        :func:`auto_boost`, as :func:`cut_sequences` says.
+    """
+    if self.length_schedule is None:
+      return batch
+    length, full = self.length_schedule(step), self.length_schedule.full_length
+    # Masks may look like classes in a later batch, by chance.
+    first = self.batches == 0
+    windows = _sequences.cut(batch, length, full, self.axes, reads_values=first)
+    self.batches += 1
+    self.cut_batches += length < full
+    return windows
+
+  def optimizer(
+    self,
+    tx: optax.GradientTransformation,
+    loss_fn: Callable[..., Any] | None = None,
+    params: optax.Params | None = None,
+    *args: Any,
+    groups: Any = None,
+  ) -> optax.GradientTransformationExtraArgs:
+    """Puts the methods that are on around an optimizer.
+
+    From the inside out: centralization, adaptive summation, freezing, accumulation, average. Only
+    `dim_reduce` takes the optimizer's place.
+
+    Args:
+      tx: the optimizer.
+      loss_fn: the loss ``loss_fn(params, *args)``, whose trace gives the layers, in scans, too; a
+        level for tokens computes it once, of the batch's first windows. Of Flax models: ``loss,
+        params, model_state = nnx.split_loss(...)``, or ``linen.split_loss``.
+      params: the params.
+      *args: the loss's other arguments; of a Flax model its model state, then a batch.
+      groups: groups of :func:`layer_groups`, or regular expressions, instead of a trace.
+
+    Raises:
+      ValueError: freezing is on without groups or a loss, or with too few layers; `dim_reduce` is
+        on without params or a subspace; `groups` are given to a level for tokens; the loss of the
+        first windows isn't finite, or positions in the batch run past a table of the model.
+    """
+    tx = _base.check_transformation("tx", tx)
+    if params is not None:
+      _tree.check_inexact(params, "auto_boost", _tree.KEEP_OUT)
+    if "dim_reduce" in self.on:
+      return _method_settings.subspace_optimizer(params, **self.on["dim_reduce"])
+
+    has_loss = loss_fn is not None and params is not None
+    loss: Any = loss_fn
+
+    on = self.on
+    if self.length_schedule is not None:
+      if groups is not None:
+        raise ValueError(
+          "`groups` must be None at a level for tokens, which freezes no layers; put"
+          " optax_boost.freeze_layers(boost.optimizer(...), groups, schedule) around it."
+        )
+      tried = has_loss and _first_windows.check_first_windows(
+        loss, params, args, self.length_schedule, self.axes
+      )
+      untried = "the loss of windows was not tried: the optimizer got no loss, params and batch"
+      self.effects[_levels.SEQUENCES] = "" if tried else untried, True
+    if "less_bn" in on and "gc_flag" not in on["less_bn"]:  # a level's
+      self.effects.setdefault("less_bn", ("`boost.model` was not called", False))
+    ours = _levels.FREEZE in on  # a level's, of convolutions only
+    freeze = _levels.FREEZE if ours else "grad_freeze"
+    freezing = on.get(freeze, {})
+    centralizes = _levels.CENTRALIZE in on or on.get("less_bn", {}).get("gc_flag", False)
+    layers: Any = None
+    program: Any = None
+    flags = _layer_axes.data_flags(loss, args) if has_loss else []
+    if has_loss and (centralizes or freezing or "adasum" in on):
+      program = _layer_axes.trace(loss, params, args)
+      layers = _layer_axes.describe(program, params, flags)
+    # From the inside out. A new method joins here and in `_levels`.
+    if centralizes:
+      centralize = _centralization.centralize(layers=layers)
+      tx = _compositions.around_innermost(tx, lambda inner: optax.chain(centralize, inner))
+      if _levels.CENTRALIZE in on:
+        self.effects[_levels.CENTRALIZE] = _centralized(layers)
+    if "adasum" in on:
+      adasum = functools.partial(_method_settings.with_adasum, layers=layers, **on["adasum"])
+      tx = _compositions.around_innermost(tx, adasum)
+    if freezing and groups is None:
+      if not has_loss:
+        raise ValueError(
+          f"`{freeze}` is on, so the optimizer needs the order of the layers: pass the loss, the"
+          " params and the loss's arguments, or groups=..."
+        )
+      if not ours or _convolves(layers):
+        groups = _layer_groups.even_groups(program, flags, layers, params, freezing["param_groups"])
+    if freezing:
+      effect = "no layers frozen, for most kernels are not of convolutions"
+      if groups is not None:
+        effect = (
+          f"layers in {_layer_groups.count_groups(groups)} groups, the last of which never freezes"
+        )
+        if ours:
+          begin = round(freezing["first"] * freezing["total_steps"])
+          effect += f"; the first is frozen from step {begin} on"
+      self.effects[freeze] = effect, groups is not None
+    if freezing and groups is not None:
+      tx = _freezing.freeze_layers(tx, groups, _method_settings.schedule(**freezing), key=self.key)
+    if accumulation := on.get("grad_accumulation"):
+      tx = _accumulation.accumulate(tx, accumulation["grad_accumulation_step"])
+    if average := on.get(_levels.AVERAGE):
+      tx = _average_params.average_params(tx, **average)
+      often = "each step" if average["every"] == 1 else f"every {average['every']} steps"
+      effect = f"from step {average['start']} on, {often} adds its params to the average"
+      self.effects[_levels.AVERAGE] = f"{effect}, which is for evaluation", True
+    return tx
+
+
+def _centralized(layers: _layer_axes.LayerAxes | None) -> tuple[str, bool]:
+  """The effect of centralization in words, and whether it acts."""
+  if layers is None:
+    return "kernels found by name when the optimizer starts, since no loss was passed", True
+  kernels = sum(axes is not None and axes.mixes_inputs for axes in layers.axes)
+  return f"the gradients of {kernels} of {len(layers.axes)} leaves are centralized", kernels > 0
+
+
+def _convolves(layers: _layer_axes.LayerAxes) -> bool:
+  """Whether most kernels belong to convolutions."""
+  kernels = [axes for axes in layers.axes if axes is not None and axes.fan_in]
+  return 2 * sum(bool(axes.window) for axes in kernels) > len(kernels)
+
+
+def auto_boost(
+  level: str = "O0",
+  total_steps: int | None = None,
+  *,
+  sequence_length: int | None = None,
+  axes: Mapping[str, _sequences.LeafAxes] | None = None,
+  axis_name: Any = None,
+  local_axis_name: Any = None,
+  config: _config.Config = None,
+  key: jax.Array | int = 0,
+) -> AutoBoost:
+  """Chooses and sets up several methods at once, by a level or by MindSpore's configuration.
+
+  For Flax models, :meth:`AutoBoost.model` also removes BatchNorms.
+
+  Args:
+    level: ``"O0"``: nothing. For images, ``"O1"``: fewer BatchNorms, centralized gradients, an
+      average of the params over the last quarter of the training, to evaluate
+      (:func:`averaged_params`), and, with `groups` or where most kernels are convolutions, the
+      first half of the layers frozen in the last 30 %; ``"O2"``: frozen in the last 45 %, and
+      adaptive summation of gradients over `axis_name`. For tokens, by `sequence_length`, ``"O1"``:
+      sequences that grow over half of the steps (:meth:`AutoBoost.batch`); ``"O2"``: over three
+      quarters, and adaptive summation. Let the learning rate decay. With a `config`: MindSpore's
+      level.
+    total_steps: the number of optimizer steps of the training; ``"O1"`` and ``"O2"`` need it.
+    sequence_length: declares a model of tokens: the full length of the sequences, as for
+      :func:`cut_sequences`, which is the number of tokens that the loss predicts. None: a level for
+      images.
+    axes: how to cut leaves of a batch that aren't cut along axis 1, as for :func:`cut_sequences`.
+    axis_name: the named axis of `adasum`, as for :func:`adasum`. None: one replica.
+    local_axis_name: a further axis over the devices of a server, averaged first. None: none.
+    config: MindSpore's ``boost_config_dict``, word for word, as a dict, a path of a JSON file, or
+      JSON. It has MindSpore's meaning throughout: its defaults for missing keys; `dim_reduce` runs
+      alone, and in the place of your optimizer; `grad_freeze` rules out `adasum` and
+      `grad_accumulation`; `adasum` acts on updates. One :class:`NoEffectWarning` names the keys
+      without effect here. None: a level of ours.
+    key: the seed of the freezing schedule, or a key.
+
+  Returns:
+    An :class:`AutoBoost`, used as below; ``print(boost.explain())`` shows it.
+
+  Raises:
+    ValueError: a level, block or key is unknown, or a value can't be honoured; `axes` without
+      `sequence_length`, or this with a `config`.
+
+  Examples:
+    >>> import jax.numpy as jnp, optax, optax_boost
+    >>> params = {"body": jnp.eye(3), "head": jnp.ones((3, 1))}
+    >>> def loss_fn(params, x):
+    ...   return jnp.mean((jnp.tanh(x @ params["body"]) @ params["head"] - 1) ** 2)
+    >>> boost = optax_boost.auto_boost("O1", total_steps=10)
+    >>> tx = boost.optimizer(optax.sgd(0.1), loss_fn, params, jnp.eye(3))
+    >>> step = optax_boost.make_train_step(loss_fn, tx)
+    >>> list(boost.on)
+    ['less_bn', 'centralize', 'freeze_layers', 'average_params']
+  """
+  _base.check_type("level", level, str, f"one of {', '.join(map(repr, _levels.LEVELS))}")
+  if level not in _levels.LEVELS:
+    hint = _config.nearest(level.upper(), _levels.LEVELS)
+    raise ValueError(f"There is no level {_base.shorten(level)}.{hint}")
+  mesh_axes = {"axis_name": axis_name, "local_axis_name": local_axis_name}
+  for argument, name in mesh_axes.items():
+    _base.check_axis_name(argument, name)
+  if axis_name is None and local_axis_name is not None:
+    raise ValueError(
+      "`axis_name` must be the axis over servers with a `local_axis_name`; got None."
+    )
+  if total_steps is not None:
+    _base.check_whole_number("total_steps", total_steps, static=True)
+  if sequence_length is not None:
+    _base.check_whole_number("sequence_length", sequence_length, static=True)
+  _sequences.match_axes(axes, [])
+  if axes is not None and sequence_length is None:
+    raise ValueError(f"`axes` must be None without `sequence_length`; got {_base.shorten(axes)}.")
+  _base.as_key("key", key)
+  if config is None:
+    title = f"level {level} for images; for tokens pass `sequence_length`"
+    if sequence_length is not None:
+      title = f"level {level} for tokens, sequences of {sequence_length}"
+    decision = _levels.decide_level(level, total_steps, sequence_length, mesh_axes)
+    return AutoBoost(title, *decision, key=key, axes=axes)
+  values = _config.read_config(config)
+  if sequence_length is not None:
+    raise ValueError(
+      "`sequence_length` must be None with a `config`, for MindSpore's levels leave sequences"
+      f" whole; got {sequence_length}."
+    )
+  on, why, ignored = _levels.decide_config(level, values, mesh_axes)
+  if ignored:
+    message = f"keys of MindSpore's configuration without effect here: {ignored}."
+    _base.warn(message, _base.NoEffectWarning)
+  mode = values.get("boost", {}).get("mode", "auto")
+  return AutoBoost(f"MindSpore's configuration, level {level}, mode {mode}", on, why, ignored, key)

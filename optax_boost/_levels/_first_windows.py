@@ -1,0 +1,129 @@
+"""The loss of a level's first windows, computed once before a training on them.
+
+Windows can break a loss that whole sequences don't. Positions that a batch holds run past a table
+that the model cuts to the length of its input, and a mean over the tokens of each sequence is 0/0
+for a window of padding. In a training both are NaN, or nothing shows if JAX clamps the index.
+"""
+
+from collections.abc import Callable
+from collections.abc import Mapping
+import contextlib
+import math
+from typing import Any
+from typing import NamedTuple
+
+import jax
+from jax.experimental import checkify
+import jax.numpy as jnp
+
+from optax_boost import _sequences
+from optax_boost._foundation import _tree
+from optax_boost._trace import _layer_axes
+
+
+class _Result(NamedTuple):
+  """The value of a loss, and the message about its first index out of bounds, or ""."""
+
+  value: float
+  index_error: str
+
+  def is_sound(self, like: "_Result | None" = None) -> bool:
+    """Whether it is finite, with indices in bounds unless those of `like` aren't, too."""
+    in_bounds = not self.index_error or (like is not None and bool(like.index_error))
+    return math.isfinite(self.value) and in_bounds
+
+
+def check_first_windows(
+  loss_fn: Callable[..., Any],
+  params: Any,
+  args: tuple[Any, ...],
+  schedule: _sequences.LengthSchedule,
+  axes: Mapping[str, _sequences.LeafAxes] | None,
+) -> bool:
+  """Raises ValueError if the loss of the first windows isn't sound; False if it was not computed.
+
+  Only the batch is cut, the loss's first argument after the params or, of a Flax model, after the
+  model state. Indices that are out of bounds in windows alone are an error if positions that begin
+  at 0 in each window mend it.
+  """
+  number = int(_layer_axes.is_stateful(loss_fn))
+  leaves = jax.tree.leaves((params, args))
+  if len(args) <= number or any(
+    isinstance(leaf, jax.core.Tracer | jax.ShapeDtypeStruct) for leaf in leaves
+  ):
+    return False
+  length, batch, named = schedule.lengths[0], args[number], dict(axes or {})
+  compute = _loss_of_batch(loss_fn, params, args, number)
+
+  def of_windows(restarted: list[str]) -> _Result:
+    treatments: dict[str, Any] = dict.fromkeys(restarted, "positions") | named
+    return compute(_sequences.cut_sequences(batch, length, schedule.full_length, treatments))
+
+  try:
+    windows = of_windows([])
+  except Exception as error:  # the user's loss may raise anything
+    error.add_note(
+      f"`boost.optimizer` computes the loss of the first windows, of {length} tokens, cut from its"
+      f" argument number {number + 1} after the params: put all leaves of tokens into this one."
+      " Without a loss, `boost.optimizer(tx)` computes none."
+    )
+    raise
+  if windows.is_sound():
+    return True
+  whole = compute(batch)
+  if windows.is_sound(like=whole):
+    return True
+  restarted = _unnamed_integers(batch, named)
+  mended = of_windows(restarted).is_sound(like=whole)
+  if mended:
+    for pattern in list(restarted):
+      others = [other for other in restarted if other != pattern]
+      if of_windows(others).is_sound(like=whole):
+        restarted = others
+  elif math.isfinite(windows.value):
+    return True
+  advice = (
+    "Positions that run past a table of the windows' length need axes={'positions': 'positions'}. A"
+    " mean over each sequence's own tokens is 0/0 in a window of padding: divide by the batch's."
+  )
+  if mended:
+    line = dict.fromkeys(restarted, "positions") | named
+    advice = f"Positions that begin at 0 in each window mend it: pass `auto_boost` axes={line}."
+  raise ValueError(
+    f"The loss of the first windows, of {length} tokens, must be finite, with indices in bounds;"
+    f" got {windows.index_error or windows.value}. Of whole sequences it is {whole.value:g}."
+    f" {advice}"
+  )
+
+
+def _loss_of_batch(
+  loss_fn: Callable[..., Any], params: Any, args: tuple[Any, ...], number: int
+) -> Callable[[Any], _Result]:
+  """The loss as a function of the batch, argument `number` after the params."""
+
+  def loss(params: Any, batch: Any, args: tuple[Any, ...]) -> Any:
+    return jax.tree.leaves(loss_fn(params, *args[:number], batch, *args[number:]))[0]
+
+  others = (*args[:number], *args[number + 1 :])
+  checked = jax.jit(checkify.checkify(loss, errors=checkify.index_checks))
+  plain = jax.jit(loss)
+
+  def compute(batch: Any) -> _Result:
+    # `checkify` can't rewrite every program: not all that are rematerialized, in JAX 0.10.
+    with contextlib.suppress(Exception):
+      error, value = checked(params, batch, others)
+      return _Result(float(value), (error.get() or "").split("\n", 1)[0].rstrip(". "))
+    return _Result(float(plain(params, batch, others)), "")
+
+  return compute
+
+
+def _unnamed_integers(batch: Any, named: Mapping[str, _sequences.LeafAxes]) -> list[str]:
+  """Patterns of the leaves of integers that are cut by default: one may hold positions."""
+  paths = _tree.leaf_paths(batch)
+  rows = zip(paths, jax.tree.leaves(batch), _sequences.match_axes(named, paths), strict=True)
+  return [
+    _sequences.leaf_pattern(path, paths)
+    for path, leaf, how in rows
+    if how is None and jnp.ndim(leaf) > 1 and jnp.issubdtype(leaf.dtype, jnp.integer)
+  ]

@@ -1,0 +1,141 @@
+"""The decision of which methods are on: by our levels, or as MindSpore decides."""
+
+from collections.abc import Iterable
+from typing import Any
+from typing import TypeAlias
+
+from optax_boost._levels import _config
+
+METHODS = tuple(_config.SCHEMA["boost"])[1:]
+# MindSpore's: less_bn and grad_freeze, then adasum, too.
+LEVELS = {"O0": METHODS[:0], "O1": METHODS[1:3], "O2": METHODS[1:4]}
+# Ours freeze convolutions at the end of the training, from this share of it on: when the learning
+# rate is low, that costs least. MindSpore freezes all along, mostly few layers, which saves little
+# and costs accuracy. A transformer saves a twentieth of the time so, and loses more. A normalized
+# head saves no time, and learns slowly.
+_FREEZES_FROM = {"O1": 0.7, "O2": 0.55}
+_AVERAGES_FROM, _SNAPSHOTS = 0.75, 20
+# The methods of our levels have their public names, those of a configuration MindSpore's.
+SEQUENCES = "sequence_length_warmup"
+CENTRALIZE, FREEZE, AVERAGE = "centralize", "freeze_layers", "average_params"
+# A tuned transformer gains nothing by these, with whole batches, too.
+_NOT_FOR_TOKENS = ("less_bn", CENTRALIZE, FREEZE, AVERAGE)
+# The share of the steps before sequences are full. A larger one takes less time, and trains learned
+# positions of the last half in few steps: O2 gains less with them.
+_WARMUP_FRACTION = {"O1": 0.5, "O2": 0.75}
+_ONE_REPLICA = "one replica: axis_name is None"
+# The settings of methods that are on, the reason for each method, and keys without effect.
+Decision: TypeAlias = tuple[dict[str, dict[str, Any]], dict[str, str], str]
+
+
+def decide_level(
+  level: str, total_steps: int | None, sequence_length: int | None, axes: dict[str, Any]
+) -> Decision:
+  """Our level; `axes` are the arguments `axis_name` and `local_axis_name`."""
+  if level == "O0":
+    return {}, {}, ""
+  if total_steps is None:
+    raise ValueError(
+      f"level {level!r} follows the training from its first step to its last, so `total_steps` must"
+      " be its number of optimizer steps; got None."
+    )
+  if sequence_length is None:
+    on = _for_images(level, total_steps)
+    why = dict.fromkeys(on, f"in level {level}")
+    why[FREEZE] += ", where most kernels convolve; else it gains nothing"
+  else:
+    on = _for_tokens(level, total_steps, sequence_length)
+    why = dict.fromkeys(on, f"in level {level}")
+    why |= dict.fromkeys(_NOT_FOR_TOKENS, "a model of tokens gains nothing by it")
+  if level == "O1":
+    why["adasum"] = f"not in level {level}"
+  elif axes["axis_name"] is None:
+    why["adasum"] = _ONE_REPLICA
+  else:
+    on["adasum"], why["adasum"] = {"on": "gradients", **axes}, f"in level {level}"
+  return on, why, ""
+
+
+def _for_images(level: str, total_steps: int) -> dict[str, dict[str, Any]]:
+  """The settings of the methods of a level for images, but for `adasum`."""
+  start = round(_AVERAGES_FROM * total_steps)
+  return {
+    "less_bn": {"fn_flag": False},
+    CENTRALIZE: {},
+    FREEZE: {"param_groups": 2, "first": _FREEZES_FROM[level], "total_steps": total_steps},
+    AVERAGE: {"start": start, "every": max(1, round((total_steps - start) / _SNAPSHOTS))},
+  }
+
+
+def _for_tokens(level: str, total_steps: int, full_length: int) -> dict[str, dict[str, Any]]:
+  """The settings of the methods of a level for tokens, but for `adasum`."""
+  warmup = {
+    "full_length": full_length,
+    "total_steps": total_steps,
+    "warmup_fraction": _WARMUP_FRACTION[level],
+    "growth": "linear",
+  }
+  return {SEQUENCES: warmup}
+
+
+def decide_config(level: str, config: dict[str, dict[str, Any]], axes: dict[str, Any]) -> Decision:
+  """MindSpore's decision: its defaults for missing keys, its precedence, its exclusions."""
+  values = {
+    name: {key: config.get(name, {}).get(key, k.default) for key, k in keys.items()}
+    for name, keys in _config.SCHEMA.items()
+  }
+  switches = config.get("boost", {})
+  on, why = _requests(level, values["boost"]["mode"], switches)
+
+  def leave_out(names: Iterable[str], reason: str) -> None:
+    for name in on.intersection(names):
+      on.remove(name)
+      why[name] = reason
+
+  if "dim_reduce" in on:
+    why["dim_reduce"] += "; an SGD of rate 1 takes the optimizer's place, as in MindSpore"
+    leave_out(METHODS[1:], "dim_reduce runs alone, as in MindSpore")
+  if "grad_freeze" in on:
+    leave_out(METHODS[3:5], "grad_freeze rules it out, as in MindSpore")
+  if "loss_scale_group" in on:
+    raise ValueError(
+      "`boost.loss_scale_group` must be false; got true. There is no loss scale per group: put"
+      " `optax_boost.dynamic_loss_scale` around the optimizer."
+    )
+  if axes["axis_name"] is None:
+    leave_out(("adasum",), _ONE_REPLICA)
+  if 1 in (values["grad_freeze"]["param_groups"], values["grad_freeze"]["freeze_p"]):
+    leave_out(("grad_freeze",), "with param_groups 1 or freeze_p 1 nothing freezes")
+  if values["grad_accumulation"]["grad_accumulation_step"] == 1:
+    leave_out(("grad_accumulation",), "grad_accumulation_step is 1")
+  values["adasum"] = {"on": "updates", **axes}
+  reasons = {
+    f"{block}.{key}": k.ignored for block, v in _config.SCHEMA.items() for key, k in v.items()
+  }
+  settings = {
+    name: {key: v for key, v in values[name].items() if not reasons.get(f"{name}.{key}")}
+    for name in METHODS
+    if name in on
+  }
+  for name in METHODS:
+    if name in switches and switches[name] != (name in on):
+      reasons[f"boost.{name}"] = f"{str(switches[name]).lower()}, but {why[name]}"
+  keys = [f"{name}.{key}" for name, block in config.items() for key in block]
+  ignored = "; ".join(f"`{key}` ({reasons[key]})" for key in keys if reasons[key])
+  return settings, why, ignored
+
+
+def _requests(level: str, mode: str, switches: dict[str, Any]) -> tuple[set[str], dict[str, str]]:
+  """The methods that level, mode and switches turn on; for each method, on or not, the reason."""
+  on, why = set(), {}
+  for name in METHODS:
+    if mode == "manual" and name in switches:
+      wanted, why[name] = switches[name], f"boost.{name} is {str(switches[name]).lower()}"
+    elif mode in ("enable_all", "disable_all"):
+      wanted, why[name] = mode == "enable_all", f"mode {mode!r}"
+    else:
+      wanted = name in LEVELS[level]
+      why[name] = f"{'' if wanted else 'not '}in MindSpore's level {level}"
+    if wanted:
+      on.add(name)
+  return on, why

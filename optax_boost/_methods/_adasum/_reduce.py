@@ -1,0 +1,187 @@
+"""Walks the tree of adaptive sums on chunks of columns, on one device or over several."""
+
+from collections.abc import Callable
+from collections.abc import Sequence
+import functools
+import inspect
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from optax_boost._form import _finiteness
+from optax_boost._foundation import _arrays
+from optax_boost._foundation import _base
+from optax_boost._methods._adasum import _layout
+from optax_boost._methods._adasum import _pairs
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def reduce_stacked(leaves: list[jax.Array], groups: tuple[int, ...]) -> list[jax.Array]:
+  """:func:`adasum_reduce` on leaves and the numbers of their groups."""
+  replicas = leaves[0].shape[0]
+  layouts = _layout.layouts(
+    [jax.eval_shape(lambda x: x[0], leaf) for leaf in leaves], groups, chunks=1
+  )
+  largest = _of_groups(jnp.stack(list(map(jax.vmap(_largest), leaves)), axis=1), groups)
+  chunks = []
+  for layout in layouts:
+    rows = [leaves[i].reshape(replicas, -1 if leaves[i].size else 0) for i in layout.leaves]
+    padding = jnp.zeros((replicas, layout.chunk - sum(row.shape[1] for row in rows)), layout.dtype)
+    joined = jnp.concatenate([*rows, padding], axis=1)
+    chunks.append(_layout.Chunk(layout, list(joined), jnp.asarray(layout.blocks[0])))
+  vectors, _, finite = _walk(chunks, largest, lambda sums: sums)
+  return _only_finite(_layout.unpack(layouts, vectors), groups, finite)
+
+
+# Compiled as one program even if `update` is called without `jit`.
+@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
+def reduce_over_devices(
+  leaves: list[jax.Array],
+  groups: tuple[int, ...],
+  axes: tuple[str, ...],
+  local_axes: tuple[str, ...],
+  shard_axes: tuple[str, ...],
+) -> tuple[list[jax.Array], jax.Array, jax.Array]:
+  """The adaptive sums over all devices, the orthogonality, and whether a leaf was not finite."""
+  replicas, nearby = jax.lax.axis_size(axes), jax.lax.axis_size(local_axes)
+  every_axis = axes + local_axes + shard_axes
+  layouts = _layout.layouts(leaves, groups, chunks=replicas * nearby)
+  owner = jax.lax.axis_index(local_axes + axes)
+  of_replica = jnp.arange(replicas)[:, None] == jax.lax.axis_index(axes)
+  largest = jnp.where(of_replica, jnp.stack(list(map(_largest, leaves))), 0)
+  largest = jax.lax.pmax(_of_groups(largest, groups), every_axis)
+  chunks = []
+  for layout in layouts:
+    x = _layout.pack(leaves, layout, replicas * nearby, owner)
+    if nearby > 1:
+      x = _mean_nearby(x.reshape(nearby, replicas, layout.chunk), local_axes, nearby)
+    if replicas > 1:
+      x = jax.lax.all_to_all(x, axes, 0, 0, tiled=True)
+    chunks.append(_layout.Chunk(layout, list(x), jnp.asarray(layout.blocks)[owner]))
+  total = functools.partial(jax.lax.psum, axis_name=every_axis)
+  parts, orthogonality, finite = _walk(chunks, largest, total)
+  vectors = [_gather(part, local_axes + axes) for part in parts]
+  outputs = _only_finite(_layout.unpack(layouts, vectors), groups, finite)
+  return outputs, orthogonality, ~jnp.all(finite)
+
+
+def _largest(leaf: jax.Array) -> jax.Array:
+  """The largest magnitude in a leaf, infinity if one is NaN.
+
+  A maximum over devices may lose a NaN, but keeps infinity.
+  """
+  wide = _arrays.widen(jnp.max(jnp.abs(jax.lax.stop_gradient(leaf)), initial=0))
+  return jnp.where(jnp.isnan(wide), jnp.inf, wide)
+
+
+def _of_groups(largest: jax.Array, groups: Sequence[int]) -> jax.Array:
+  """The largest magnitudes of groups on each replica ``(G, N)``, from the leaves' ``(N, L)``."""
+  members = np.arange(max(groups) + 1)[:, None, None] == np.array(groups)
+  return jnp.max(jnp.where(members, largest, 0), axis=2)
+
+
+def _only_finite(
+  leaves: list[jax.Array], groups: Sequence[int], finite: jax.Array
+) -> list[jax.Array]:
+  """Replaces the leaves of a group by NaN if the group is not finite on some replica."""
+  pairs = zip(leaves, groups, strict=True)
+  return [jnp.where(finite[group], leaf, jnp.nan) for leaf, group in pairs]
+
+
+def _walk(
+  chunks: Sequence[_layout.Chunk],
+  largest: jax.Array,
+  total: Callable[[_pairs.Sums], _pairs.Sums],
+) -> tuple[list[jax.Array], jax.Array, jax.Array]:
+  """Walks the tree on chunks of the gradients, level by level; `total` adds up all devices' sums.
+
+  Returns the chunks of the result, the orthogonality, and which groups are finite.
+  """
+  levels = []
+  nodes = [chunk.rows for chunk in chunks]
+  factors, bounds = None, _pairs.bounds_of(largest)
+  # The largest magnitude decides for all entries of a group.
+  finite = jnp.all(_finiteness.finite_entries(largest), axis=1)
+  while factors is None or bounds.shape[1] > 1:
+    scales = _pairs.scales_of(bounds)
+    passes = [_pass(*of_chunk, factors, scales) for of_chunk in zip(chunks, nodes, strict=True)]
+    nodes = [of_level for of_level, _ in passes]
+    sums = total(functools.reduce(functools.partial(jax.tree.map, jnp.add), [s for _, s in passes]))
+    finite &= jnp.all(jnp.isfinite(sums.squares), axis=1)
+    levels.append((sums, scales))
+    factors, bounds = _pairs.pair_up(sums, scales)
+  nodes = [_pass(*of_chunk, factors, None)[0] for of_chunk in zip(chunks, nodes, strict=True)]
+  result = [
+    of_chunk[0].astype(chunk.layout.dtype) for of_chunk, chunk in zip(nodes, chunks, strict=True)
+  ]
+  return result, _pairs.orthogonality(*levels[0], *levels[-1]), finite
+
+
+def _pass(
+  chunk: _layout.Chunk,
+  nodes: list[jax.Array],
+  factors: _pairs.Factors | None,
+  scales: jax.Array | None,
+) -> tuple[list[jax.Array], _pairs.Sums]:
+  """One pass over a chunk of a level's nodes.
+
+  If `factors` are given, combines pairs of nodes. If `scales` are given, sums the squares and
+  products of the resulting nodes.
+  """
+  wide = _arrays.accumulator_dtype(chunk.layout.dtype)
+  # The results take the place of the first nodes of pairs, and of a node without a partner.
+  kept = [] if factors is None else [node.astype(wide) for node in nodes[::2]]
+  size = (0 if scales is None else scales.shape[0], len(kept) or len(nodes))
+
+  def turn(number: jax.Array, carry: tuple[list[jax.Array], _pairs.Sums]) -> Any:
+    results, sums = carry
+    level = nodes
+    if factors is not None:
+      level = [results[i // 2] if i % 2 == 0 else node for i, node in enumerate(nodes)]
+    x, start, counts, group = _layout.cut_block(chunk, level, wide, number)
+    if factors is not None:
+      old = x[::2]
+      x = _pairs.combine(x, factors, group)
+      new = jnp.where(counts, x, old)
+      results = [
+        jax.lax.dynamic_update_slice(result, row, (start,))
+        for result, row in zip(results, new, strict=True)
+      ]
+    if scales is not None:
+      # Selected, not multiplied: entries of another leaf may be NaN.
+      x = jnp.where(counts, x * _pairs.power(scales[group], wide)[:, None], 0)
+      even = len(x) // 2 * 2
+      sums = _pairs.Sums(
+        sums.squares.at[group].add(jnp.sum(x * x, axis=1)),
+        sums.products.at[group].add(jnp.sum(x[0:even:2] * x[1:even:2], axis=1)),
+      )
+    return results, sums
+
+  # Under `shard_map` the zeros must vary over the gradients' mesh axes, as the loop's results do.
+  zero = jnp.where(False, chunk.rows[0][0].astype(wide), 0)
+  zeros = _pairs.Sums(jnp.broadcast_to(zero, size), jnp.broadcast_to(zero, (size[0], size[1] // 2)))
+  results, sums = jax.lax.fori_loop(0, len(chunk.blocks), turn, (kept, zeros))
+  return (nodes if factors is None else results), sums
+
+
+def _mean_nearby(x: jax.Array, axes: tuple[str, ...], size: int) -> jax.Array:
+  """Scatters ``x`` along its first axis over `axes` and averages it there."""
+  # Divided first, or large gradients overflow; in float16 small ones would underflow by that.
+  wide = jnp.finfo(x.dtype).maxexp >= jnp.finfo(jnp.float32).maxexp
+  summed = jax.lax.psum_scatter(x / size if wide else x, axes, scatter_dimension=0)
+  return summed if wide else summed / size
+
+
+def _gather(chunk: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+  """All chunks, concatenated, on all devices."""
+  if not _base.varying_axes(jax.typeof(chunk)):
+    return jax.lax.all_gather(chunk, axes, tiled=True)
+  # `shard_map` tracks which arrays vary: it must be told that the result does not.
+  if "to" in inspect.signature(jax.lax.all_gather).parameters:
+    return jax.lax.all_gather(chunk, axes, tiled=True, to="invarying")
+  # XLA 27: before JAX 0.10 only a sum can declare that. It moves twice the bytes.
+  devices, owner = jax.lax.axis_size(axes), jax.lax.axis_index(axes)
+  alone = jnp.where(jnp.arange(devices)[:, None] == owner, chunk, 0)
+  return jax.lax.psum(alone.ravel(), axes)

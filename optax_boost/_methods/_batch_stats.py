@@ -1,0 +1,148 @@
+"""The statistics of BatchNorms, estimated in one pass over batches.
+
+s_b   a BatchNorm's mean or variance in batch b, the mean over its uses in the forward pass
+n_b   the batch's number of examples
+
+s = sum_b n_b s_b / sum_b n_b
+"""
+
+from collections.abc import Iterable
+from collections.abc import Mapping
+from collections.abc import Sequence
+from typing import Any
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from optax_boost._form import _finiteness
+from optax_boost._foundation import _base
+from optax_boost._foundation import _full_gradient
+from optax_boost._foundation import _tree
+from optax_boost._foundation import _types
+
+_METHOD = "estimate_batch_stats"
+_PATTERNS = "a regular expression, a sequence of them, at least one, or None"
+
+# A BatchNorm's mean and variance, by these names.
+Statistics = Mapping[str, Any]
+
+
+class Selection(NamedTuple):
+  """The BatchNorms to estimate.
+
+  Attributes:
+    paths: of the BatchNorms.
+    named: whether the user named them by `only`: then they are estimated even if the forward pass
+      would not update them.
+  """
+
+  paths: frozenset[str]
+  named: bool
+
+
+def select(
+  paths: Sequence[str], only: str | Sequence[str] | None, exclude: str | Sequence[str] | None
+) -> Selection:
+  """The BatchNorms, by their paths, that `only` and `exclude` leave."""
+  chosen = set(paths) if only is None else _matching("only", only, paths)
+  if exclude is not None:
+    chosen -= _matching("exclude", exclude, paths)
+  return Selection(frozenset(chosen), only is not None)
+
+
+def _matching(argument: str, value: _types.Unchecked, paths: Sequence[str]) -> set[str]:
+  patterns: Any = [value] if isinstance(value, str) else value
+  _base.check_patterns(argument, patterns, _PATTERNS)
+  first = _tree.first_match(argument, patterns, paths)
+  return {path for path, index in zip(paths, first, strict=True) if index is not None}
+
+
+def add_use(mean: jax.Array, new: jax.Array, uses: jax.Array) -> jax.Array:
+  """The mean over ``uses + 1`` uses of a statistic, from the mean over those before."""
+  return jnp.where(uses > 0, mean + (new - mean) / (uses + 1), new)
+
+
+def of_uses(mean: Any, var: Any, uses: Any, frozen_uses: Any) -> dict[str, Any]:
+  """What a batch tells of a BatchNorm: the means over its uses, and of which kinds these were."""
+  missed, frozen = (uses == 0).astype(mean.dtype), (frozen_uses > 0).astype(mean.dtype)
+  return {"mean": mean, "var": var, "missed": missed, "frozen": frozen}
+
+
+def estimate(
+  of_batch: jax.tree_util.Partial,
+  statistics: Mapping[str, Statistics],
+  selection: Selection,
+  batches: Iterable[_types.Tree],
+  weight_fn: _types.WeightFn | None,
+) -> dict[str, Statistics]:
+  """The new statistics of BatchNorms by path, without those that keep theirs.
+
+  ``of_batch(chosen, batch)`` returns :func:`of_uses` of each BatchNorm of the selection.
+  """
+  if not selection.paths:
+    _base.warn(f"`{_METHOD}` found no BatchNorm to estimate.", _base.NoEffectWarning)
+    return {}
+  chosen = {
+    path: of_uses(x["mean"], x["var"], x["mean"], x["mean"])
+    for path, x in statistics.items()
+    if path in selection.paths
+  }
+  finite: list[dict[str, jax.Array]] = []
+  means = _full_gradient.mean_over_batches(
+    of_batch,
+    chosen,
+    batches,
+    None,
+    weight_fn,
+    False,
+    _METHOD,
+    "batch statistics",
+    on_batch=lambda batch: finite.append(_finite_leaves(batch)),
+  )
+  missed = [path for path, x in means.items() if np.any(x["missed"])]
+  frozen = [path for path in missed if np.any(means[path]["frozen"])]
+  if len(missed) == len(means) and frozen:
+    raise ValueError(
+      f"`{_METHOD}` needs BatchNorms that the forward pass updates; got only frozen ones, which"
+      f" normalize by their running statistics: {_base.shorten(frozen)}. Call the model in its"
+      " training mode (NNX: `model.train()`, Linen: by the arguments of its call, in `forward_fn`),"
+      " or name the BatchNorms to estimate: `only='.*'` names all."
+    )
+  if unreached := [path for path in missed if path not in frozen]:
+    _tree.warn_no_effect(
+      f"`{_METHOD}` has reached no BatchNorm with the statistics {unreached}: the call leaves it"
+      " out.",
+      list(statistics),
+    )
+  new: dict[str, Statistics] = {
+    path: {name: x[name].astype(statistics[path][name].dtype) for name in ("mean", "var")}
+    for path, x in means.items()
+    if path not in missed
+  }
+  if not all(jnp.all(_finiteness.finite_entries(leaf)) for leaf in jax.tree.leaves(new)):
+    _refuse_bad_batch(finite)
+  return new
+
+
+@jax.jit
+def _finite_leaves(batch: _types.Tree) -> dict[str, jax.Array]:
+  """Whether each floating-point leaf of a batch is finite, by path."""
+  leaves = zip(_tree.leaf_paths(batch), jax.tree.leaves(batch), strict=True)
+  return {
+    path: jnp.all(_finiteness.finite_entries(leaf))
+    for path, leaf in leaves
+    if jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
+  }
+
+
+def _refuse_bad_batch(finite: Sequence[dict[str, jax.Array]]) -> None:
+  """Raises ValueError for the first batch that is not finite; params may be the cause instead."""
+  for index, of_batch in enumerate(finite):
+    for path, is_finite in of_batch.items():
+      if not is_finite:
+        raise ValueError(
+          f"`{_METHOD}` needs batches of finite numbers; the leaf '{path or 'batch'}' of batch"
+          f" {index} has NaN or infinite entries. Leave the batch out."
+        )

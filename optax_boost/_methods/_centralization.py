@@ -1,0 +1,149 @@
+r"""Gradient centralization: arXiv:2004.01461.
+
+G_j <- G_j - mean_i(G_ij)      for each output j, i over the weights that lead to it
+"""
+
+import math
+from typing import Any
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optax_boost._form import _transformation
+from optax_boost._foundation import _arrays
+from optax_boost._foundation import _base
+from optax_boost._foundation import _tree
+from optax_boost._foundation import _types
+from optax_boost._methods import _leaves
+from optax_boost._trace import _layer_axes
+
+
+def centralize(
+  *,
+  exclude: _types.LeafSelector = "auto",
+  layout: Literal["flax", "torch"] = "flax",
+  layers: _layer_axes.LayerAxes | None = None,
+  axis_name: _types.AxisNames | None = None,
+) -> optax.GradientTransformationExtraArgs:
+  r"""Subtracts from each kernel's gradient its mean over the fan-in.
+
+  .. math::
+    G_{\cdot j} \leftarrow G_{\cdot j} - \frac{1}{n} \sum_{i=1}^{n} G_{ij}
+
+  for each output :math:`j`, :math:`i` over the :math:`n` weights that lead to it. It goes before
+  the optimizer in a chain; after ``optax.add_decayed_weights``, as in MindSpore, it centralizes the
+  decay too. A gradient that is not finite spoils the entries of its own output only. Kernels with
+  one weight per output are left alone, since the mean is the gradient itself.
+
+  :func:`make_train_step` reads the fan-in of every leaf from its trace of the loss. In a loop of
+  your own pass `layers`: without it, leaves are known by name and `layout` alone, and kernels of
+  einsums, stacked layers and experts are centralized over the wrong axes.
+
+  Args:
+    exclude: the leaves to leave alone: regular expressions that match whole segments of the leaf's
+      path, a tree of bools, a callable from params to one, or None. ``"auto"``: biases,
+      normalizations, embeddings, depthwise convolutions and a normalized head. By name, kernels of
+      one input channel count as depthwise, and leaves with at most one axis are left alone.
+    layout: where a kernel has its output axis, if `layers` does not tell: ``"flax"``, last: Dense
+      ``(in, out)``, Conv ``HWIO``; ``"torch"``, first: ``(out, in, ...)``.
+    layers: what :func:`layer_axes` returns. None: the extra argument `layers` of ``update``, which
+      the train step passes.
+    axis_name: inside ``shard_map``, the mesh axes over which a fan-in axis of the params is
+      sharded into equal parts: means are taken across them. If an output axis or a stacked one is
+      sharded, too, name them by regular expression, as in ``{"down": "model"}``; the first that
+      matches a leaf counts. Not needed under ``jit``.
+
+  Returns:
+    An :class:`optax.GradientTransformationExtraArgs` without state. Updates have the gradients'
+    dtype; means are taken in float32 (float64 for float64).
+
+  Examples:
+    >>> import jax.numpy as jnp, optax, optax_boost
+    >>> grads = {"kernel": jnp.array([[1.0, 10.0], [3.0, 30.0]]), "bias": jnp.ones(2)}
+    >>> tx = optax_boost.centralize()
+    >>> updates, _ = tx.update(grads, tx.init(grads))
+    >>> updates["kernel"].tolist(), updates["bias"].tolist()
+    ([[-1.0, -10.0], [1.0, 10.0]], [1.0, 1.0])
+
+  References:
+    Yong, Huang, Hua, Zhang, `Gradient Centralization
+    <https://arxiv.org/abs/2004.01461>`_, 2020.
+
+  .. note::
+    ``optax.centralize`` averages over all axes but the first, which is the fan-in of a torch
+    kernel, not of a Flax one.
+  """
+  _base.check_name("layout", layout, ("flax", "torch"))
+  kernels = _leaves.Leaves(
+    "centralize", exclude, lambda leaves: _left_alone(leaves, layout), layers, axis_name
+  )
+
+  def fan_in(kernel: _layer_axes.Leaf) -> tuple[int, ...]:
+    return _layer_axes.fan_in(kernel, layout) if kernel.axes is None else kernel.axes.fan_in
+
+  def centred(g: jax.Array, kernel: _layer_axes.Leaf, mesh_axes: Any) -> jax.Array:
+    i = fan_in(kernel)
+    # The mean of one entry is that entry, so the update would be zero.
+    if not i or (mesh_axes is None and math.prod(g.shape[axis] for axis in i) == 1):
+      return g
+    wide = _arrays.widen(g)
+    mean = jnp.mean(wide, i, keepdims=True)
+    mean = mean if mesh_axes is None else jax.lax.pmean(mean, mesh_axes)
+    return (wide - mean).astype(g.dtype)
+
+  def is_idle(plan: list[tuple[_layer_axes.Leaf, bool]]) -> bool:
+    return bool(plan) and not any(fan_in(leaf) for leaf, skip in plan if not skip)
+
+  def warn_if_idle(tree: Any, layers: _layer_axes.LayerAxes | None) -> None:
+    if is_idle(plan := kernels.of(tree, layers)):
+      paths = [leaf.path for leaf, _ in plan]
+      described = kernels.described(layers)
+      reason = described.explain_unknown(paths) if described is not None else ""
+      _tree.warn_no_effect(f"`centralize` finds no kernel to centralize. {reason}".rstrip(), paths)
+
+  warn_once_if_idle = _tree.once_per_tree(warn_if_idle)
+  # Trees, by their paths, in which `init` finds no kernel by names and shapes. A trace of the loss
+  # may find one, so the first update decides whether to warn.
+  undecided: set[tuple[str, ...]] = set()
+
+  def init(params: optax.Params) -> optax.EmptyState:
+    plan = kernels.of(params)
+    by_rule = layers is None and _tree.is_auto_selector(exclude)
+    if is_idle(plan) and any(len(leaf.shape) > 1 and (by_rule or not skip) for leaf, skip in plan):
+      undecided.add(tuple(_tree.leaf_paths(params)))
+    else:
+      warn_once_if_idle(params, None)
+    return optax.EmptyState()
+
+  def step(updates: Any, state: Any, params: Any, *, layers: Any = None) -> tuple[Any, Any]:
+    layers = _leaves.check_layers(layers)
+    # The train step passes `layers`, which describe kernels that names and shapes may miss.
+    if undecided and tuple(_tree.leaf_paths(updates)) in undecided:
+      warn_once_if_idle(updates, layers)
+    return kernels.map(centred, updates, layers), state
+
+  return _transformation.transformation("centralize", optax.EmptyState, init, step)
+
+
+def _left_alone(leaves: list[_layer_axes.Leaf], layout: str) -> list[bool]:
+  """Whether ``exclude="auto"`` leaves each leaf alone."""
+  # A normalized head divides its kernel by its norm, and has a `multiplier`.
+  modules = [leaf.path.rpartition("/") for leaf in leaves]
+  heads = {module for module, _, name in modules if name == "multiplier"}
+  input_axis = 1 if layout == "torch" else -2
+
+  def is_kernel(leaf: _layer_axes.Leaf) -> bool:
+    if leaf.axes is not None:
+      return leaf.axes.mixes_inputs
+    if (
+      len(leaf.shape) <= 1
+      or _tree.is_bias_or_norm(leaf.path)
+      or _layer_axes.is_embedding(leaf.path)
+    ):
+      return False
+    return len(leaf.shape) == 2 or leaf.shape[input_axis] != 1
+
+  pairs = zip(leaves, modules, strict=True)
+  return [module in heads or not is_kernel(leaf) for leaf, (module, _, _) in pairs]

@@ -1,0 +1,56 @@
+"""The argument `groups`: which leaves and layers share a subspace."""
+
+from typing import Any
+from typing import TypeAlias
+
+import jax
+import numpy as np
+
+from optax_boost._foundation import _base
+from optax_boost._methods._dim_reduce._linalg import LeafGroups
+from optax_boost._methods._dim_reduce._linalg import SubspaceGroups
+from optax_boost._trace import _layer_axes
+from optax_boost._trace import _layer_groups
+
+# A plan of `layer_groups`, the result of `layer_axes`, regular expressions, or None for one group.
+Plan: TypeAlias = _layer_groups.Groups | _layer_axes.LayerAxes | None
+
+
+def check_groups(plan: Plan) -> None:
+  """Checks the argument `groups`; warns if it describes layers, but no leaf holds many."""
+  if not isinstance(plan, _layer_axes.LayerAxes):
+    if plan is not None:
+      _layer_groups.count_groups(plan)
+  elif not any(axes is not None and axes.stacked for axes in plan.axes):
+    message = (
+      "`groups` describes no leaf that holds many layers, so all leaves are one group. Pass regular"
+      f" expressions, one per group, or None for one group. {plan.explain_unknown(plan.paths)}"
+    )
+    _base.warn(message.rstrip(), _base.NoEffectWarning)
+
+
+def find_groups(tree: Any, plan: Plan, method: str) -> SubspaceGroups:
+  """The groups of each leaf's layers.
+
+  By a description of layers, layer i of all leaves is group i, and leaves without layers are the
+  last group.
+  """
+  if isinstance(plan, _layer_axes.LayerAxes):
+    leaves = _layer_axes.leaves_of(tree, plan)
+    last = max((leaf.num_layers for leaf in leaves if leaf.stacked), default=0)
+    by_layer = [
+      LeafGroups(leaf.stacked, tuple(range(leaf.num_layers)) if leaf.stacked else (last,))
+      for leaf in leaves
+    ]
+    return SubspaceGroups(tuple(by_layer), max(last + any(not leaf.stacked for leaf in leaves), 1))
+  if plan is None:
+    return SubspaceGroups((LeafGroups((), (0,)),) * len(jax.tree.leaves(tree)), 1)
+  numbers = _layer_groups.group_numbers(tree, plan, method)
+  return SubspaceGroups(tuple(map(_of_number, numbers)), _layer_groups.count_groups(plan))
+
+
+def _of_number(number: _layer_groups.GroupNumber) -> LeafGroups:
+  if np.ndim(number) == 0:
+    return LeafGroups((), (int(number),))
+  axis = int(np.argmax(np.shape(number)))
+  return LeafGroups((axis,), tuple(map(int, np.ravel(number))))

@@ -1,0 +1,129 @@
+r"""Small dense linear algebra on trees of stacked leaves, in at least float32.
+
+A stacked tree X has leaves [m, *shape]: m vectors of n entries in all, one to a row. Each of G
+groups of leaves and layers is a space of its own, so products of two stacked trees of m and l rows
+are [G, m, l]; these are small and kept whole. No leaf is reshaped or concatenated, so a sharded
+leaf stays on its devices, and only the small matrices cross them.
+"""
+
+from collections.abc import Sequence
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from optax_boost._foundation import _arrays
+from optax_boost._foundation import _tree
+
+# Full float32 on accelerators, whose default is fewer bits.
+PRECISION = jax.lax.Precision.HIGHEST
+matmul = functools.partial(jnp.matmul, precision=PRECISION)
+
+
+@dataclasses.dataclass(frozen=True)
+class LeafGroups:
+  """The groups of a leaf's layers; a leaf without axes of layers is one layer."""
+
+  axes: tuple[int, ...]  # of the layers
+  numbers: tuple[int, ...]  # by layer, in the order of the axes
+
+
+@dataclasses.dataclass(frozen=True)
+class SubspaceGroups:
+  """The groups of a tree's leaves, and how many there are."""
+
+  leaves: tuple[LeafGroups, ...]
+  number: int
+
+
+def products(a: Any, b: Any, groups: SubspaceGroups) -> jax.Array:
+  """``A B'``, [G, k, m], of two stacked trees; [G, k] if the second tree is not stacked."""
+  dtype = _arrays.widest_dtype((a, b))
+  a_leaves = [x.astype(dtype) for x in jax.tree.leaves(a)]
+  b_leaves = [x.astype(dtype) for x in jax.tree.leaves(b)]
+  by_layer: list[jax.Array] = []
+  numbers: list[int] = []
+  for indices in _arrays.stackable(groups.leaves, a_leaves, b_leaves):
+    of_leaf = groups.leaves[indices[0]]
+    if of_leaf.axes:
+      by_layer += [_contract(a_leaves[i], b_leaves[i], of_leaf.axes) for i in indices]
+      numbers += len(indices) * of_leaf.numbers
+    else:
+      # XLA 9: one product for all, as the code of each product is compiled by itself on CPUs.
+      b_is_stacked = b_leaves[indices[0]].ndim == a_leaves[indices[0]].ndim
+      a_joined = jnp.stack([a_leaves[i] for i in indices], 1)
+      b_joined = jnp.stack([b_leaves[i] for i in indices], int(b_is_stacked))
+      by_layer.append(_contract(a_joined, b_joined, ()))
+      numbers += of_leaf.numbers
+  return _sum_by_group(by_layer, numbers, groups)
+
+
+def _contract(rows: jax.Array, leaf: jax.Array, layers: tuple[int, ...]) -> jax.Array:
+  """The products of rows and a leaf with L layers: [L, k, m] or [L, k], whole on each device."""
+  is_stacked = leaf.ndim == rows.ndim
+  within_layer = [axis for axis in range(rows.ndim - 1) if axis not in layers]
+  contracted = (
+    tuple(1 + axis for axis in within_layer),
+    tuple(is_stacked + axis for axis in within_layer),
+  )
+  batch = tuple(1 + axis for axis in layers), tuple(is_stacked + axis for axis in layers)
+  mesh = jax.typeof(rows).sharding.mesh
+  out = None
+  if jax.sharding.AxisType.Explicit in mesh.axis_types:
+    # The sum over a sharded axis has no sharding of its own: say that all devices need it.
+    out = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+  result = jax.lax.dot_general(
+    rows,
+    leaf,
+    (contracted, batch),
+    PRECISION,
+    preferred_element_type=rows.dtype,
+    out_sharding=out,
+  )
+  return result.reshape(-1, *result.shape[len(layers) :])
+
+
+def _sum_by_group(
+  by_layer: Sequence[jax.Array], numbers: Sequence[int], groups: SubspaceGroups
+) -> jax.Array:
+  """Sums the products of layers, which are in the groups `numbers`: [G, k, m] or [G, k]."""
+  # XLA 2: a contraction, since a sum over leaves would be computed in the loop of each.
+  joined = jnp.concatenate(by_layer)
+  member = np.equal.outer(np.arange(groups.number), np.array(numbers, int))
+  return jnp.tensordot(jnp.asarray(member, joined.dtype), joined, 1, precision=PRECISION)
+
+
+def combine(coefficients: jax.Array, rows: Any, groups: SubspaceGroups) -> Any:
+  """Linear combinations of rows, each layer's with its group's coefficients [G, c, k].
+
+  A stacked tree of c rows, in at least float32; for coefficients [G, k] a tree that is not stacked.
+  """
+
+  def one(x: jax.Array, of_leaf: LeafGroups) -> jax.Array:
+    x = _arrays.widen(x)
+    if not of_leaf.axes:
+      of_group = coefficients[of_leaf.numbers[0]].astype(x.dtype)
+      return jnp.tensordot(of_group, x, 1, precision=PRECISION)
+    layers = [x.shape[1 + axis] for axis in of_leaf.axes]
+    by_layer = coefficients[np.array(of_leaf.numbers, int)].astype(x.dtype)
+    by_layer = by_layer.reshape(*layers, *coefficients.shape[1:])
+    # On a mesh of Explicit axes layers must have one sharding.
+    sharding = jax.typeof(x).sharding
+    spec = [sharding.spec[1 + axis] for axis in of_leaf.axes] + [None] * (coefficients.ndim - 1)
+    same = jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec(*spec))
+    by_layer = _arrays.place_by(by_layer, same)
+    batch = tuple(range(len(layers))), tuple(1 + axis for axis in of_leaf.axes)
+    combined = jax.lax.dot_general(
+      by_layer,
+      x,
+      (((by_layer.ndim - 1,), (0,)), batch),
+      PRECISION,
+      preferred_element_type=x.dtype,
+    )
+    several = coefficients.ndim - 2
+    return jnp.moveaxis(combined, batch[0], [several + axis for axis in of_leaf.axes])
+
+  return _tree.map_leaves(one, rows, groups.leaves)

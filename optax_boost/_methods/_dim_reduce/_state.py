@@ -1,0 +1,211 @@
+"""The state of :func:`dim_reduce`, and the basis in it: put there, and replaced later."""
+
+import functools
+from typing import Any
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from optax_boost._form import _finiteness
+from optax_boost._form import _protocol
+from optax_boost._foundation import _arrays
+from optax_boost._foundation import _base
+from optax_boost._foundation import _masking
+from optax_boost._foundation import _tree
+from optax_boost._methods._dim_reduce import _boxes
+from optax_boost._methods._dim_reduce import _groups
+from optax_boost._methods._dim_reduce import _linalg
+from optax_boost._methods._dim_reduce import _quasi_newton
+from optax_boost._methods._dim_reduce import _subspace
+
+METHOD = "dim_reduce"
+
+
+@_protocol.declares(
+  metrics=(
+    "line_search_steps",
+    "accepted_rho",
+    "curvature",
+    "explained_gradient",
+    "rejected_count",
+    "dim_reduce/notfinite_count",
+  )
+)
+class DimReduceState(NamedTuple):
+  """State of :func:`dim_reduce`, for k components and G groups (1 without `groups`).
+
+  Attributes:
+    basis: the components, a copy; a tree like the params with leaves ``[k, *leaf.shape]``, sharded
+      as these are.
+    momentum: ``M``, the momentum of the whole gradient, like the params, in at least float32.
+    projected_momentum: ``q``, ``[G, k]``; the residual momentum is ``M - P' q``.
+    inverse_hessian: ``B``, ``[G, k, k]``.
+    projected_gradient: ``[G, k]``, of the last step that was accepted.
+    last_step: ``s``, ``[G, k]``, the last accepted step in the subspace.
+    inner_state: the state of `inner`; None without it.
+    count: scalar int32, the number of steps made.
+    line_search_steps: scalar int32, how many trial points the last step evaluated.
+    accepted_rho: scalar, the step length that the last step accepted, or 0.
+    next_rho: scalar, the first step length that the next search tries, with `max_search="auto"`.
+    inner_scale: scalar, with `inner` and `max_search="auto"` the mean curvature of the loss along
+      the first step that ``B`` learned from: ``s`` is the distance times this. Else 1.
+    curvature: scalar, ``y's / s's`` of the last step: the mean curvature of the loss along the
+      previous accepted step. If it is not positive, ``B`` was not updated.
+    explained_gradient: scalar, ``|P g|^2 / |g|^2`` of the last step: the share of the gradient
+      that lies in the subspace, if the rows of the basis are orthonormal.
+    rejected_count: scalar int32, the steps that found no step length.
+    refresh_count: scalar int32, how often the subspace was replaced.
+    notfinite_count: scalar int32, the gradients, losses and new subspaces that were not finite.
+  """
+
+  basis: optax.Params
+  momentum: optax.Updates
+  projected_momentum: jax.Array
+  inverse_hessian: jax.Array
+  projected_gradient: jax.Array
+  last_step: jax.Array
+  inner_state: optax.OptState
+  count: jax.Array  # type: ignore[assignment]  # hides the method of tuples
+  line_search_steps: jax.Array
+  accepted_rho: jax.Array
+  next_rho: jax.Array
+  inner_scale: jax.Array
+  curvature: jax.Array
+  explained_gradient: jax.Array
+  rejected_count: jax.Array
+  refresh_count: jax.Array
+  notfinite_count: jax.Array
+
+
+def basis_like(subspace: _subspace.Subspace, params: Any) -> Any:
+  """A copy of the basis for the leaves that the params have, sharded as they are.
+
+  bfloat16 stays and all else is widened. Refuses the basis of other params.
+  """
+  targets = jax.tree.leaves(params, is_leaf=_tree.is_masked)
+  # Trees that don't match have rows for no leaf.
+  rows = _masking.leaves_like(subspace.basis, params) or [optax.MaskedNode()] * len(targets)
+  pairs = [(r, p) for r, p in zip(rows, targets, strict=True) if not _tree.is_masked(p)]
+  if any(_tree.is_masked(r) for r, _ in pairs):
+    raise ValueError(
+      f"`{METHOD}` needs a subspace of its params; got a basis of the structure"
+      f" {jax.tree.structure(subspace.basis)} for params {jax.tree.structure(params)}. Fit the"
+      " subspace to snapshots of these params."
+    )
+  basis = []
+  for path, (r, p) in zip(_tree.leaf_paths(params), pairs, strict=True):
+    if jnp.shape(r) != (subspace.components, *jnp.shape(p)):
+      raise ValueError(
+        f"`{METHOD}` needs a basis of {subspace.components} rows of the params' shapes; got"
+        f" {jnp.shape(r)} for the leaf '{_tree.leaf_name(path)}' of shape {jnp.shape(p)}. Fit the"
+        " subspace to snapshots of these params."
+      )
+    dtype = r.dtype if r.dtype == jnp.bfloat16 else _arrays.accumulator_dtype(p.dtype)
+    basis.append(jnp.array(_subspace.placed(r, p).astype(dtype)))
+  return _boxes.unboxed(jax.tree.unflatten(jax.tree.structure(params), basis))
+
+
+def warn_of_long_rows(basis: Any, groups: _linalg.SubspaceGroups) -> None:
+  """Warns of concrete rows longer than 1 within a group, as after a fit with other groups."""
+  leaves = jax.tree.leaves(basis)
+  if any(isinstance(x, jax.core.Tracer) for x in leaves) or not any(x.size for x in leaves):
+    return
+  squares = jnp.diagonal(_products(basis, basis, groups), axis1=1, axis2=2)
+  # Rounded to bfloat16 they may be longer than 1.
+  if _arrays.is_whole_here(squares) and (longest := np.sqrt(np.max(squares))) > 1.05:
+    _base.warn(
+      f"`{METHOD}` needs a basis of rows that are orthonormal within each group; got rows of length"
+      f" {longest:.3g}, of which training may diverge. A subspace that was fitted with `groups`"
+      " needs the same ones here.",
+      UserWarning,
+    )
+
+
+_products = jax.jit(_linalg.products, static_argnums=2)
+
+
+def refresh_subspace(
+  opt_state: optax.OptState, subspace: _subspace.Subspace, groups: _groups.Plan = None
+) -> optax.OptState:
+  """Replaces the subspace in an optimizer state, on the host or under jit.
+
+  The residual momentum stays exactly the same; the quasi-Newton matrix starts over.
+
+  Args:
+    opt_state: the state of any chain with :func:`dim_reduce`; of several, all are renewed.
+    subspace: the new subspace, of the same number of components. If it is not finite, the old one
+      stays, and `notfinite_count` grows.
+    groups: the argument `groups` of :func:`dim_reduce`.
+
+  Returns:
+    The new optimizer state. Its other parts are not copied.
+
+  Raises:
+    ValueError: there is no such state, or the subspace does not fit.
+
+  Examples:
+    >>> import jax.numpy as jnp, optax, optax_boost
+    >>> rows = jnp.eye(3)
+    >>> first = optax_boost.Subspace(jnp.zeros(3), rows[:2], jnp.ones(2), jnp.ones(2) / 2)
+    >>> tx = optax.chain(optax_boost.dim_reduce(first))
+    >>> state = tx.init(jnp.zeros(3))
+    >>> state = optax_boost.refresh_subspace(state, first._replace(basis=rows[1:]))
+    >>> optax.tree.get(state, "basis").tolist()
+    [[0.0, 1.0, 0.0], [0.0, 0.0, 1.0]]
+  """
+  _subspace.check_subspace(subspace)
+  _groups.check_groups(groups)
+
+  def is_state(node: Any) -> bool:
+    return isinstance(node, DimReduceState)
+
+  def renewed(node: Any) -> Any:
+    if not is_state(node):
+      return node
+    of_tree = _groups.find_groups(node.momentum, groups, "refresh_subspace")
+    shape = (of_tree.number, subspace.components)
+    if shape != node.projected_gradient.shape:
+      raise ValueError(
+        "`refresh_subspace` needs the number of groups and of components of the state's subspace,"
+        f" {node.projected_gradient.shape}; got {shape}. Pass the `groups` of `dim_reduce` and fit"
+        " that many components."
+      )
+    basis = basis_like(subspace, node.momentum)
+    warn_of_long_rows(basis, of_tree)
+    # An NNX optimizer wraps each array in a variable.
+    leaves = jax.tree.leaves(_renew(node, basis, of_tree))
+    return jax.tree.unflatten(jax.tree.structure(node), leaves)
+
+  if not _tree.find_states(opt_state, DimReduceState):
+    raise ValueError(
+      "`refresh_subspace` needs an optimizer state with a DimReduceState in it; got"
+      f" {jax.tree.structure(opt_state)}. Is `optax_boost.dim_reduce` part of the chain?"
+    )
+  return jax.tree.map(renewed, opt_state, is_leaf=is_state)
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _renew(state: DimReduceState, basis: Any, groups: _linalg.SubspaceGroups) -> DimReduceState:
+  """The state with another basis, if it is finite: M <- M - P' q and q <- 0, for the old P."""
+  good = _finiteness.all_finite(basis)
+  taken = jnp.where(good, state.projected_momentum, 0)
+  inside = _linalg.combine(taken, state.basis, groups)
+
+  def fresh(new: Any, old: Any) -> Any:
+    return jnp.where(good, new, old).astype(old.dtype)
+
+  return state._replace(
+    basis=_tree.map_leaves(lambda old, new: fresh(new, old), state.basis, basis),
+    momentum=_tree.map_leaves(lambda m, x: m - x.astype(m.dtype), state.momentum, inside),
+    projected_momentum=fresh(0, state.projected_momentum),
+    inverse_hessian=fresh(_quasi_newton.identities(state), state.inverse_hessian),
+    projected_gradient=fresh(0, state.projected_gradient),
+    last_step=fresh(0, state.last_step),
+    next_rho=fresh(1, state.next_rho),
+    inner_scale=fresh(1, state.inner_scale),
+    refresh_count=_arrays.increment_if(good, state.refresh_count),
+    notfinite_count=_arrays.increment_if(~good, state.notfinite_count),
+  )

@@ -1,0 +1,178 @@
+"""A subspace of the params: its type, its file, its place on devices."""
+
+import os
+from typing import Any
+from typing import NamedTuple
+import zipfile
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from optax_boost._foundation import _arrays
+from optax_boost._foundation import _base
+from optax_boost._foundation import _files
+from optax_boost._foundation import _tree
+
+
+class Subspace(NamedTuple):
+  """A subspace of the params, as :func:`fit_subspace` finds it.
+
+  Attributes:
+    mean: a tree like the params, the mean of the snapshots in float32 (float64 for float64).
+    basis: a tree like the params with leaves ``[k, *leaf.shape]``: k rows, the one of the largest
+      variance first, orthonormal over the whole tree, or over each group that was fitted.
+    explained_variance: [k], the variances along the rows, with m - 1 as divisor; of several groups
+      their sum. NaN if it is not known, as from MindSpore's file.
+    explained_variance_ratio: [k], the same as fractions of the snapshots' whole variance.
+
+  Examples:
+    >>> import pathlib, tempfile, jax.numpy as jnp, optax_boost
+    >>> snapshots = {"w": jnp.array([[0.0, 0.0], [3.0, 4.0], [6.0, 8.0]])}
+    >>> subspace = optax_boost.fit_subspace(snapshots, components=1)
+    >>> path = pathlib.Path(tempfile.mkdtemp()) / "subspace.npz"
+    >>> subspace.save(path)
+    >>> optax_boost.Subspace.load(path, like={"w": jnp.zeros(2)}).mean["w"].tolist()
+    [3.0, 4.0]
+  """
+
+  mean: optax.Params
+  basis: optax.Params
+  explained_variance: jax.Array
+  explained_variance_ratio: jax.Array
+
+  @property
+  def components(self) -> int:
+    """How many dimensions the subspace has, k."""
+    return jnp.shape(self.explained_variance)[-1]
+
+  def __repr__(self) -> str:
+    ratio = self.explained_variance_ratio
+    return f"Subspace(components={self.components}, explained_variance_ratio={ratio})"
+
+  def save(self, path: str | os.PathLike[str]) -> None:
+    """Writes the subspace to one npz file; a file that exists is replaced as a whole.
+
+    bfloat16 is widened to float32. Arrays on several machines must be gathered first.
+
+    Args:
+      path: the file.
+
+    Raises:
+      ValueError: the arrays' shapes don't fit each other, or this process holds a part of one only.
+      OSError: the file can't be written; an old one is unchanged.
+    """
+    check_subspace(self)
+    arrays: dict[str, Any] = {}
+    for name, leaf in zip(_tree.leaf_paths(self), jax.tree.leaves(self), strict=True):
+      if not _arrays.is_whole_here(leaf):
+        raise ValueError(
+          f"`Subspace.save` needs arrays that this process holds in whole; {name!r} is on other"
+          " machines, too. Gather it with `jax.experimental.multihost_utils.process_allgather`."
+        )
+      if name in arrays:
+        raise ValueError(f"`Subspace.save` needs leaves of different paths; got two at {name!r}.")
+      arrays[name] = np.asarray(leaf, jnp.promote_types(leaf.dtype, jnp.float32))
+    _files.write_atomically(path, lambda file: np.savez(file, **arrays))
+
+  @staticmethod
+  def load(path: str | os.PathLike[str], like: optax.Params) -> "Subspace":
+    """Reads a file of :meth:`save`, or MindSpore's ``pca_mat``.
+
+    Args:
+      path: the file; a ``.npy`` file with a matrix ``[k, n]`` is taken for MindSpore's, its columns
+        for the entries of the leaves of `like`, in order. It has no mean and no variances.
+      like: the params to which the subspace belongs, or abstract values of them: they give the tree
+        and, if they have a ``NamedSharding``, the devices.
+
+    Returns:
+      The subspace.
+
+    Raises:
+      FileNotFoundError: there is no such file.
+      ValueError: the file is damaged or of another kind, or belongs to other params.
+    """
+    _tree.check_floating(like, "Subspace.load")
+    try:
+      with open(path, "rb") as file:
+        loaded = np.load(file, allow_pickle=False)
+        is_matrix = isinstance(loaded, np.ndarray)
+        saved = _of_matrix(loaded, like) if is_matrix else _of_arrays(dict(loaded), like)
+    except (ValueError, EOFError, zipfile.BadZipFile) as error:
+      raise ValueError(
+        f"`Subspace.load` needs a file of `Subspace.save` for the params `like`, or MindSpore's"
+        f" `pca_mat` as .npy; can't read '{os.fspath(path)}': {error}. Pass that model's params, or"
+        " fit and save it again."
+      ) from error
+    check_subspace(saved)
+    return Subspace(
+      mean=jax.tree.map(lambda x, leaf: placed(x, leaf, stacked=False), saved.mean, like),
+      basis=jax.tree.map(placed, saved.basis, like),
+      explained_variance=jnp.asarray(saved.explained_variance),
+      explained_variance_ratio=jnp.asarray(saved.explained_variance_ratio),
+    )
+
+
+def _of_arrays(arrays: dict[str, np.ndarray], like: Any) -> Subspace:
+  """The subspace of a file of :meth:`Subspace.save`."""
+  variances: Any = arrays.get("explained_variance", np.zeros(0))
+  basis = jax.tree.map(lambda x: jax.ShapeDtypeStruct((*variances.shape, *x.shape), x.dtype), like)
+  expected = Subspace(like, basis, variances, variances)
+  paths = _tree.leaf_paths(expected)
+  saved_shapes = {name: array.shape for name, array in arrays.items()}
+  shapes = dict(zip(paths, map(np.shape, jax.tree.leaves(expected)), strict=True))
+  if saved_shapes != shapes:
+    name = sorted(saved_shapes.items() ^ shapes.items())[0][0]
+    raise ValueError(
+      f"it has {saved_shapes.get(name, 'nothing')} at {name!r}, and `like` needs"
+      f" {shapes.get(name, 'nothing')}"
+    )
+  return jax.tree.unflatten(jax.tree.structure(expected), [arrays[path] for path in paths])
+
+
+def _of_matrix(matrix: np.ndarray, like: Any) -> Subspace:
+  """The subspace of MindSpore's matrix ``[k, n]``."""
+  leaves, structure = jax.tree.flatten(like)
+  ends = np.cumsum([leaf.size for leaf in leaves])
+  if matrix.ndim != 2 or matrix.shape[1] != ends[-1]:
+    raise ValueError(
+      f"a matrix [k, n] must have a column for each of the {ends[-1]} params; it has shape"
+      f" {matrix.shape}"
+    )
+  columns = np.split(matrix.astype(np.float32), ends[:-1], axis=1)
+  rows = [x.reshape(-1, *leaf.shape) for x, leaf in zip(columns, leaves, strict=True)]
+  mean = jax.tree.map(lambda leaf: np.zeros(leaf.shape, np.float32), like)
+  unknown: Any = np.full(len(matrix), np.nan, np.float32)
+  return Subspace(mean, jax.tree.unflatten(structure, rows), unknown, unknown)
+
+
+def check_subspace(value: Any) -> None:
+  """Checks the argument `subspace`: its type, dtypes, and one number of components."""
+  _base.check_type("subspace", value, Subspace, "a Subspace, as `fit_subspace` returns it")
+  shape = np.shape(value.explained_variance)
+  for path, leaf in zip(_tree.leaf_paths(value), jax.tree.leaves(value), strict=True):
+    if not hasattr(leaf, "dtype") or not jnp.issubdtype(leaf.dtype, jnp.floating):
+      got = getattr(leaf, "dtype", type(leaf).__name__)
+      raise TypeError(
+        f"`subspace` must be a Subspace of real floating-point arrays; got {got} at '{path}'."
+      )
+    if len(shape) != 1 or not (path.startswith("mean") or leaf.shape[:1] == shape):
+      raise ValueError(
+        "`subspace` must be a Subspace with one variance, one ratio and one row of the basis per"
+        f" component; got {shape} variances and shape {leaf.shape} at '{path}'."
+      )
+
+
+def placed(array: Any, like: Any, stacked: bool = True) -> jax.Array:
+  """An array, or a stack of k of them, sharded as `like` is, if `like` has a known sharding."""
+  traced = isinstance(like, jax.core.Tracer)
+  sharding = jax.typeof(like).sharding if traced else getattr(like, "sharding", None)
+  if not isinstance(sharding, jax.sharding.NamedSharding) or not sharding.mesh.axis_names:
+    return jnp.asarray(array)
+  spec = jax.sharding.PartitionSpec(*[None] * stacked, *sharding.spec)
+  sharding = jax.sharding.NamedSharding(sharding.mesh, spec)
+  if not traced:
+    # Before anything else, so that no device holds all of it.
+    return _arrays.put(array, sharding)
+  return _arrays.place_by(jnp.asarray(array), sharding)

@@ -1,0 +1,221 @@
+"""Snapshots of the params in the optimizer state, kept while training.
+
+Each leaf of the params has a *ring*: an array with room for `capacity` snapshots along its first
+axis. Snapshot number i, counted from 0, is written to row i % capacity, over the oldest one once
+the ring is full. So a step writes one row and moves none; :func:`snapshots` puts them in order.
+
+With every=2 and capacity=3, and params that are the number of their step:
+
+  step           0   1   2   3   4   5   6   7
+  snapshot       0       1       2       3
+  row            0       1       2       0       so after step 7 the ring holds 6, 2, 4
+
+  >>> tx = record_trajectory(every=2, capacity=3)
+  >>> state = tx.init(jnp.zeros([]))
+  >>> for step in range(8):
+  ...   _, state = tx.update(jnp.zeros([]), state, jnp.float32(step))
+  >>> state.snapshots.tolist(), int(state.snapshot_count)
+  ([6.0, 2.0, 4.0], 4)
+  >>> snapshots(state).tolist()
+  [2.0, 4.0, 6.0]
+"""
+
+from typing import Any
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optax_boost._form import _finiteness
+from optax_boost._form import _protocol
+from optax_boost._form import _transformation
+from optax_boost._foundation import _arrays
+from optax_boost._foundation import _base
+from optax_boost._foundation import _conditional
+from optax_boost._foundation import _tree
+from optax_boost._methods._dim_reduce import _boxes
+
+_METHOD = "record_trajectory"
+
+
+@_protocol.declares(metrics=("trajectory/notfinite_count",))
+class TrajectoryState(NamedTuple):
+  """State of :func:`record_trajectory`.
+
+  Attributes:
+    snapshots: a tree like the params with leaves ``[capacity, *leaf.shape]``: a ring, in which
+      snapshot number i lies at ``i % capacity``. :func:`snapshots` reads it in order.
+    count: scalar int32, the number of steps made.
+    snapshot_count: scalar int32, the snapshots taken so far, those since overwritten included.
+    notfinite_count: scalar int32, the snapshots not taken because the params were not finite.
+  """
+
+  snapshots: optax.Params
+  count: jax.Array  # type: ignore[assignment]  # hides the method of tuples
+  snapshot_count: jax.Array
+  notfinite_count: jax.Array
+
+
+def record_trajectory(
+  every: int,
+  capacity: int,
+  dtype: jax.typing.DTypeLike | None = None,
+  *,
+  axis_name: str | tuple[str, ...] | None = None,
+) -> optax.GradientTransformationExtraArgs:
+  """Keeps every n-th snapshot of the params and leaves the updates as they are.
+
+  Snapshots are taken of the params from which the steps 0, `every`, 2 `every`, ... start; the last
+  `capacity` are kept. Its place in a chain does not matter. Params that are not finite are not
+  taken, but counted. The state must be donated (``make_train_step`` does), or every step copies all
+  snapshots.
+
+  Args:
+    every: steps from one snapshot to the next. Raising it covers more of the training. DLDR takes
+      one or two snapshots per epoch.
+    capacity: the number of snapshots kept, each as large as the params; 2 k or more for a subspace
+      of k dimensions. Static.
+    dtype: a floating dtype to store snapshots in. bfloat16 halves the memory, and loses changes of
+      a weight beyond its first 3 digits. None: the params' own.
+    axis_name: inside ``shard_map``, the mesh axes over which the params are sharded, so that all
+      devices take a snapshot or none does. Not needed under ``jit``.
+
+  Returns:
+    An :class:`optax.GradientTransformationExtraArgs` that needs `params`.
+    Snapshots in its state are sharded as the params are.
+
+  Raises:
+    ValueError: in ``update``: the state is of another `capacity`, or an axis is not bound.
+
+  Examples:
+    >>> import jax, jax.numpy as jnp, optax, optax_boost
+    >>> tx = optax.chain(optax.sgd(0.5), optax_boost.record_trajectory(every=2, capacity=3))
+    >>> params = {"w": jnp.array(16.0)}
+    >>> state = tx.init(params)
+    >>> for _ in range(8):
+    ...   updates, state = tx.update(params, state, params)
+    ...   params = optax.apply_updates(params, updates)
+    >>> optax_boost.snapshots(state)["w"].tolist()
+    [4.0, 1.0, 0.25]
+  """
+  _base.check_whole_number("every", every)
+  _base.check_whole_number("capacity", capacity, static=True)
+  _base.check_floating_dtype("dtype", dtype, optional=True)
+  _base.check_axis_name("axis_name", axis_name)
+
+  def init(params: optax.Params) -> TrajectoryState:
+    def ring(p: Any) -> jax.Array:
+      # A broadcast keeps the sharding of the leaf, which `jnp.zeros` of a shape would not know.
+      return jnp.broadcast_to(jnp.zeros_like(p, dtype=dtype), (capacity, *jnp.shape(p)))
+
+    return TrajectoryState(
+      snapshots=_boxes.unboxed(jax.tree.map(ring, params)),
+      count=jnp.zeros([], jnp.int32),
+      snapshot_count=jnp.zeros([], jnp.int32),
+      notfinite_count=jnp.zeros([], jnp.int32),
+    )
+
+  def step(updates: optax.Updates, state: Any, params: Any) -> tuple[Any, TrajectoryState]:
+    if lengths := {len(ring) for ring in jax.tree.leaves(state.snapshots)} - {capacity}:
+      raise ValueError(
+        f"`{_METHOD}` needs the state that has room for `capacity` snapshots, {capacity}; got one"
+        f" for {lengths.pop()}. Pass the `capacity` of the run that made it."
+      )
+    # A leaf of another shape could broadcast into the ring.
+    kept = [ring.shape[1:] for ring in jax.tree.leaves(state.snapshots)]
+    _base.check_shapes_of_state(_METHOD, kept, list(map(jnp.shape, jax.tree.leaves(params))))
+
+    def taken() -> TrajectoryState:
+      good = _conditional.agree(_finiteness.all_finite(params), axis_name, _METHOD)
+      slot = state.snapshot_count % capacity
+
+      def write(ring: jax.Array, p: jax.Array) -> jax.Array:
+        ring = _place_ring(ring, p)
+        old = jax.lax.dynamic_index_in_dim(ring, slot, keepdims=False)
+        row = jnp.where(good, p.astype(ring.dtype), old)
+        return jax.lax.dynamic_update_index_in_dim(ring, row, slot, 0)
+
+      return state._replace(
+        snapshots=_tree.map_leaves(write, state.snapshots, params),
+        snapshot_count=_arrays.increment_if(good, state.snapshot_count),
+        notfinite_count=_arrays.increment_if(~good, state.notfinite_count),
+      )
+
+    # Only the rings pass through the branches, written in place where they are donated.
+    state = _conditional.cond(state.count % every == 0, taken, lambda: state)
+    return updates, state._replace(count=optax.safe_increment(state.count))
+
+  return _transformation.transformation(_METHOD, TrajectoryState, init, step, needs_params=True)
+
+
+def _place_ring(ring: jax.Array, snapshot: jax.Array) -> jax.Array:
+  """A ring of snapshots, sharded on an Explicit mesh as the next snapshot is if not sharded yet.
+
+  A state restored without shardings is not; an unsharded array takes no slice that is sharded.
+  """
+  sharding = jax.typeof(snapshot).sharding
+  if any(jax.typeof(ring).sharding.spec) or not any(sharding.spec):
+    return ring
+  traced = isinstance(ring, jax.core.Tracer) or isinstance(snapshot, jax.core.Tracer)
+  # Outside of a trace `reshard` would not move the ring to the devices of the mesh.
+  like: Any = sharding if traced else snapshot.sharding
+  spec = jax.sharding.PartitionSpec(None, *like.spec)
+  placed = jax.sharding.NamedSharding(like.mesh, spec)
+  return _arrays.place_by(ring, placed) if traced else jax.device_put(ring, placed)
+
+
+def snapshots(opt_state: optax.OptState) -> optax.Params:
+  """The snapshots in an optimizer state, the oldest first.
+
+  Args:
+    opt_state: the state of any chain with one :func:`record_trajectory`. Its values must be
+      known: under ``jit`` pass the state itself to :func:`fit_subspace`.
+
+  Returns:
+    A tree like the params with leaves ``[m, *leaf.shape]``, in the dtype of their storage.
+
+  Raises:
+    ValueError: no snapshot was taken yet, or the state is a population's.
+    TypeError: the state is traced.
+
+  Examples:
+    >>> import jax.numpy as jnp, optax_boost
+    >>> tx = optax_boost.record_trajectory(every=1, capacity=4)
+    >>> state = tx.init(jnp.zeros(2))
+    >>> for step in range(3):
+    ...   _, state = tx.update(jnp.ones(2), state, jnp.full(2, step, jnp.float32))
+    >>> optax_boost.snapshots(state).tolist()
+    [[0.0, 0.0], [1.0, 1.0], [2.0, 2.0]]
+  """
+  state = one_trajectory(opt_state, "snapshots")
+  if isinstance(state.snapshot_count, jax.core.Tracer):
+    raise TypeError(
+      "`snapshots` needs a state whose values are known; got a traced one. Under `jit`, pass the"
+      " state itself to `fit_subspace`."
+    )
+  taken = int(state.snapshot_count)
+  if not taken:
+    raise ValueError(
+      "`snapshots` needs a state that has recorded something; got one after"
+      f" {int(state.count)} steps with {int(state.notfinite_count)} snapshots that were not finite."
+      " Make a step first."
+    )
+
+  return jax.tree.map(
+    lambda ring: ring[:taken] if taken <= len(ring) else jnp.roll(ring, -(taken % len(ring)), 0),
+    state.snapshots,
+  )
+
+
+def one_trajectory(opt_state: optax.OptState, function: str) -> TrajectoryState:
+  """The one ``TrajectoryState`` of an optimizer state; refuses the state of a population."""
+  states = _tree.find_states(opt_state, TrajectoryState)
+  if len(states) != 1:
+    structure = str(jax.tree.structure(opt_state))
+    raise ValueError(
+      f"`{function}` needs an optimizer state with one TrajectoryState; got {len(states)} of"
+      f" them in {structure[:200]}. Is `optax_boost.record_trajectory` part of the chain, once?"
+    )
+  _base.require_one_run(states[0].snapshot_count, function)
+  return states[0]

@@ -1,0 +1,441 @@
+r"""Quasi-Newton steps with line search in a subspace, momentum outside of it.
+
+For params w of n numbers, gradient g and basis P (k x n, its rows orthonormal or not):
+
+  g_k = P g                              projected gradient, k
+  B <- BFGS(B, s, y), y = g_k - g_k'     g_k' from the last accepted step
+  d_k = -B g_k                           direction; t its step length by line search, 0 if none
+  r <- gamma r + g - P' g_k              momentum of the residual, n
+  w <- w + t P' d_k - alpha r
+  s <- t d_k                             if t > 0
+
+If no t is accepted, MindSpore's search restores B and g_k'; ours sets B to the identity and s
+to 0, so that the next step is one of steepest descent. With an inner optimizer I, a trial is
+w + I(-t P' d_k), and the step I(alpha r - t P' d_k): I receives the sign of a gradient.
+
+The recursion of r is linear, so r = M - P' q with M <- gamma M + g and q <- gamma q + g_k, n and k
+numbers. The state keeps M and q, and the update is -alpha M + P' (t d_k + alpha q): the basis is
+read twice in a step. A line search makes the second product one of two columns.
+
+Source: Li, Wu, Huang et al., "Low Dimensional Trajectory Hypothesis is True: DNNs can be Trained in
+Tiny Subspaces", arXiv:2103.11154; steps as in MindSpore's ``boost.dim_reduce``.
+"""
+
+from collections.abc import Callable
+import dataclasses
+import functools
+import numbers
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optax_boost._form import _finiteness
+from optax_boost._form import _protocol
+from optax_boost._form import _transformation
+from optax_boost._foundation import _arrays
+from optax_boost._foundation import _base
+from optax_boost._foundation import _masking
+from optax_boost._methods._dim_reduce import _groups
+from optax_boost._methods._dim_reduce import _linalg
+from optax_boost._methods._dim_reduce import _quasi_newton
+from optax_boost._methods._dim_reduce import _state
+from optax_boost._methods._dim_reduce._state import DimReduceState
+from optax_boost._methods._dim_reduce._subspace import Subspace
+from optax_boost._methods._dim_reduce._subspace import check_subspace
+
+_METHOD = _state.METHOD
+# Trials of a search that starts where the last one ended: a factor of 3e-8 at the default `rho`.
+_LONGEST_SEARCH = 30
+
+
+def dim_reduce(
+  subspace: Subspace | Callable[[Any], Subspace],
+  rho: jax.typing.ArrayLike = 0.55,
+  sigma: jax.typing.ArrayLike = 0.4,
+  gamma: jax.typing.ArrayLike = 0.9,
+  alpha: optax.ScalarOrSchedule = 1e-3,
+  max_search: int | str | None = "auto",
+  groups: _groups.Plan = None,
+  *,
+  inner: optax.GradientTransformation | None = None,
+) -> optax.GradientTransformationExtraArgs:
+  r"""Quasi-Newton steps with line search in a subspace, momentum outside of it.
+
+  .. math::
+    w \leftarrow w + t P^\top d - \alpha r, \qquad d = -B P g, \qquad
+    r \leftarrow \gamma r + g - P^\top P g
+
+  for the gradient :math:`g`, the basis :math:`P` of `subspace`, a BFGS approximation :math:`B` of
+  the inverse Hessian in it, and a step length :math:`t` with
+
+  .. math::
+    f(w + t P^\top d) < f(w) + \sigma t \, g^\top P^\top d
+
+  on the current batch. The search tries lengths that shrink by the factor :math:`\rho` until one
+  is accepted, and the next search begins where it ended: at the accepted length, or at a longer
+  one if the first trial was accepted. If none is, `rejected_count` grows, and the next step is one
+  of steepest descent. A decrease smaller than the rounding error of the loss is accepted unless the
+  loss grows. It is a whole optimizer, to be used where ``optax.sgd`` would be; its steps in the
+  subspace need no learning rate.
+
+  A step takes the time of reading the basis twice, three times with `inner`, and one forward pass
+  per trial. Memory: the basis (k copies of the params) and one copy of the params.
+
+  ``update`` needs, unless `max_search` is None, the extra arguments `value`, the loss at the
+  params, and ``value_fn(params)``, the loss elsewhere on the same batch, as ``make_train_step``
+  passes them; with a batch that is sharded over devices, the mean over all of it. Gradients must be
+  of that loss: put :func:`dynamic_loss_scale` around. A gradient that is not finite changes nothing
+  but a counter, and leaves NaN in its own entries of the updates, for ``optax.apply_if_finite``. A
+  loss that is not finite is never accepted.
+
+  Sharded params keep the basis sharded as they are. For that, ``init`` must see the params as they
+  are placed: outside of ``jit``, or on a mesh with Explicit axes. Inside ``shard_map`` params must
+  be whole.
+
+  Args:
+    subspace: a :class:`Subspace` whose basis fits the params, or a callable from params to one.
+      Under ``optax.inject_hyperparams`` a callable must be named in `static_args`.
+    rho: the factor from one trial to the next, in (0, 1). Raising it tries longer steps.
+    sigma: the share of the linear decrease that a step must reach, in [0, 1). Raising it rejects
+      more steps.
+    gamma: the decay of the residual momentum, in [0, 1). Raising it averages more gradients.
+    alpha: the learning rate outside of the subspace, a number >= 0 or a schedule of the step count.
+    max_search: the search for a step length; static. ``"auto"``: as above, at most 30 trials in a
+      step. A number: MindSpore's search (there 2) of that many lengths, from the full step on; if
+      none is accepted, the step in the subspace is left out and :math:`B` restored. None: the full
+      step is taken untried, which needs no loss.
+    groups: which leaves share a subspace and a :math:`B`: a plan of :func:`layer_groups`; regular
+      expressions, one per group, that match whole segments of the leaves' paths (a leaf that two
+      match is an error; one that none matches is in the last group); or the result of
+      :func:`layer_axes`, by which layer i of all leaves is a group, and all leaves without layers
+      are the last. The rows of the
+      basis hold a component of each, orthonormal within it (``fit_subspace(..., groups=groups)``).
+      They share the step length. None: one group.
+    inner: an optimizer that the steps go through, as in MindSpore's
+      ``DimReduce(network, optimizer, ...)``; its learning rate scales the steps. It receives
+      :math:`\alpha r - t P^\top d` in place of the gradient; a trial is its answer to
+      :math:`-t P^\top d`, which leaves its state as it was. With ``max_search="auto"``, :math:`t`
+      is at most 1; a trial is compared with the inner optimizer's answer to zeros, at the cost of
+      one more forward pass; and :math:`B` learns from the distance that the params went. None: as
+      ``optax.sgd(1.0)`` in MindSpore's search.
+
+  Returns:
+    An :class:`optax.GradientTransformationExtraArgs` that needs `params`. Updates have the
+    params' dtype.
+
+  Raises:
+    ValueError: in ``init``: the subspace does not fit the params; in ``update``: an extra argument
+      is missing.
+
+  Examples:
+    >>> import jax.numpy as jnp, optax_boost
+    >>> def loss_fn(w, batch):
+    ...   return jnp.mean((batch["x"] @ w - batch["y"]) ** 2)
+    >>> batch = {"x": jnp.diag(jnp.array([1.0, 1.5, 2.0])), "y": jnp.array([1.0, 2.0, 3.0])}
+    >>> plane = optax_boost.Subspace(jnp.zeros(3), jnp.eye(3)[:2], jnp.ones(2), jnp.ones(2) / 2)
+    >>> tx = optax_boost.dim_reduce(plane, gamma=0.5, alpha=0.2)
+    >>> step = optax_boost.make_train_step(loss_fn, tx)
+    >>> state = step.init(jnp.zeros(3))
+    >>> for _ in range(30):
+    ...   state, metrics = step(state, batch)
+    >>> bool(metrics["loss"] < 1e-6)
+    True
+
+  References:
+    Li, Wu, Huang, Chen, Guo, `Low Dimensional Trajectory Hypothesis is True: DNNs can be Trained
+    in Tiny Subspaces <https://arxiv.org/abs/2103.11154>`_, 2021.
+
+  .. note::
+    Inside ``optax.masked`` or ``optax.partition`` the basis is cut down to the unmasked leaves, and
+    ``value_fn`` is called with the masked params. In a population under ``vmap`` each member gets a
+    copy of the basis, unless the axes of the state say None for it.
+  """
+  method = _DimReduce(subspace, rho, sigma, gamma, alpha, max_search, groups, inner)
+  wraps = () if method.inner is None else (method.inner,)
+  return _transformation.transformation(
+    _METHOD, DimReduceState, method.init, method.step, wraps=wraps, needs_params=True
+  )
+
+
+@dataclasses.dataclass
+class _DimReduce:
+  """The transformation; its fields are the arguments of :func:`dim_reduce`."""
+
+  subspace: Subspace | Callable[[Any], Subspace]
+  rho: jax.typing.ArrayLike
+  sigma: jax.typing.ArrayLike
+  gamma: jax.typing.ArrayLike
+  alpha: optax.ScalarOrSchedule
+  max_search: int | str | None
+  groups: _groups.Plan
+  inner: optax.GradientTransformation | None
+
+  def __post_init__(self) -> None:
+    if not callable(self.subspace):
+      check_subspace(self.subspace)
+    _groups.check_groups(self.groups)
+    _base.check_number("rho", self.rho, positive=True, below=1.0)
+    _base.check_number("sigma", self.sigma, minimum=0.0, below=1.0)
+    _base.check_number("gamma", self.gamma, minimum=0.0, below=1.0)
+    _base.check_learning_rate(self.alpha, "alpha")
+    if isinstance(self.max_search, str):
+      _base.check_name("max_search", self.max_search, ("auto",))
+    elif self.max_search is not None:
+      _base.check_whole_number("max_search", self.max_search, static=True)
+    if self.inner is not None:
+      self.inner = _base.check_transformation("inner", self.inner)
+
+  @property
+  def adaptive(self) -> bool:
+    """Whether a search starts where the last one ended."""
+    return isinstance(self.max_search, str)
+
+  @property
+  def rescales(self) -> bool:
+    """Whether B learns from distances in the units of the gradients that `inner` receives."""
+    return self.inner is not None and self.adaptive
+
+  def init(self, params: optax.Params) -> DimReduceState:
+    subspace = self.subspace
+    if not isinstance(subspace, Subspace):
+      subspace = subspace(params)
+      check_subspace(subspace)
+    groups = _groups.find_groups(params, self.groups, _METHOD)
+    basis = _state.basis_like(subspace, params)
+    _state.warn_of_long_rows(basis, groups)
+    k = subspace.components
+    dtype = _arrays.widest_dtype(params)
+    scalar, vectors = functools.partial(jnp.zeros, ()), (groups.number, k)
+    return DimReduceState(
+      basis=basis,
+      momentum=_arrays.zeros_like_wide(params),
+      projected_momentum=jnp.zeros(vectors, dtype),
+      inverse_hessian=jnp.tile(jnp.eye(k, dtype=dtype), (groups.number, 1, 1)),
+      projected_gradient=jnp.zeros(vectors, dtype),
+      last_step=jnp.zeros(vectors, dtype),
+      inner_state=self._init_inner(params),
+      count=scalar(jnp.int32),
+      line_search_steps=scalar(jnp.int32),
+      accepted_rho=scalar(dtype),
+      next_rho=jnp.ones([], dtype),
+      inner_scale=jnp.ones([], dtype),
+      curvature=scalar(dtype),
+      explained_gradient=scalar(dtype),
+      rejected_count=scalar(jnp.int32),
+      refresh_count=scalar(jnp.int32),
+      notfinite_count=scalar(jnp.int32),
+    )
+
+  def _init_inner(self, params: optax.Params) -> optax.OptState:
+    if self.inner is None:
+      return None
+    state = self.inner.init(params)
+    if _protocol.scales_loss(state):
+      raise ValueError(
+        f"`inner` must not scale the loss, of which `{_METHOD}` takes the gradient; got a state"
+        f" with a `{_protocol.LOSS_SCALE}`. Put the loss scale around `{_METHOD}` instead."
+      )
+    return state
+
+  def step(
+    self,
+    updates: optax.Updates,
+    state: DimReduceState,
+    params: optax.Params,
+    *,
+    value: jax.typing.ArrayLike | None = None,
+    value_fn: Callable[[Any], jax.Array] | None = None,
+    **extra_args: Any,
+  ) -> tuple[optax.Updates, DimReduceState]:
+    if self.max_search is not None:
+      value, value_fn = _checked_loss(value, value_fn)
+    # Extra arguments are not masked where `updates` are.
+    _, extra = _masking.map_gradients(lambda g: g, updates, extra_args)
+    extra |= {"value": value, "value_fn": value_fn}
+    extra = {name: argument for name, argument in extra.items() if argument is not None}
+    groups = _groups.find_groups(params, self.groups, _METHOD)
+
+    def through_inner(changes: Any) -> tuple[Any, Any]:
+      """The inner optimizer's updates for changes of the params, and its state."""
+      narrow = jax.tree.map(lambda p, x: x.astype(p.dtype), params, changes)
+      if self.inner is None:
+        return narrow, None
+      pseudo_gradient = jax.tree.map(jnp.negative, narrow)
+      return self.inner.update(pseudo_gradient, state.inner_state, params, **extra)
+
+    def lift(columns: jax.Array) -> Any:
+      lifted = jax.tree.leaves(_linalg.combine(columns, state.basis, groups))
+      return jax.tree.unflatten(jax.tree.structure(state.momentum), lifted)
+
+    alpha = self.alpha(state.count) if callable(self.alpha) else self.alpha
+    g_k = _project(state, updates, groups)
+    finite = jnp.all(_finiteness.finite_entries(g_k))
+    quasi = _quasi_newton.find_direction(state, g_k, self.adaptive, self.rescales)
+    q = self.gamma * state.projected_momentum + g_k
+    # XLA 15: selected before it is used, or CPUs compute it twice, from a copy of the old one.
+    momentum = jax.tree.map(
+      lambda m, g: jnp.where(finite, self.gamma * m + g.astype(m.dtype), m),
+      *(state.momentum, updates),
+    )
+    # The two parts of the step in the subspace: M exceeds the residual momentum by P' q.
+    columns = quasi.direction, alpha * q
+    if self.max_search is None:
+      search = _quasi_newton.Search.begin(quasi.usable.astype(g_k.dtype))
+      search = search._replace(accepted=search.step)
+      inside = lift(columns[0] + columns[1])
+    else:
+      lifted = lift(jnp.stack(columns, axis=1))
+      search = self._search(quasi, updates, params, lifted, extra, through_inner)
+      t = search.accepted
+      # Not only times 0: the direction may overflow.
+      inside = jax.tree.map(lambda x: jnp.where(t > 0, t.astype(x.dtype) * x[0], 0) + x[1], lifted)
+    moves = jax.tree.map(
+      lambda x, m: jnp.where(finite, x - jnp.asarray(alpha, m.dtype) * m, 0), inside, momentum
+    )
+    changes, inner_state = through_inner(moves)
+    changes = _show_nonfinite(finite, changes, updates)
+
+    step = search.accepted * quasi.direction
+    if self.rescales:
+      # The distance that the params went, which caused the change of the gradient.
+      step = quasi.scale * _project(state, changes, groups)
+    learned: dict[str, Any] = self._learn(
+      state, quasi, search, step, _arrays.sum_squares_of_tree(updates)
+    )
+    learned |= {"projected_momentum": q, "inner_state": inner_state}
+    before = {name: getattr(state, name) for name in learned}
+    learned = jax.tree.map(lambda new, old: jnp.where(finite, new, old), learned, before)
+    return changes, state._replace(
+      **learned,
+      momentum=momentum,
+      count=optax.safe_increment(state.count),
+      line_search_steps=search.tried,
+      accepted_rho=search.accepted,
+      notfinite_count=_arrays.increment_if(~finite, state.notfinite_count) + search.notfinite,
+    )
+
+  def _search(
+    self,
+    quasi: _quasi_newton.Direction,
+    updates: optax.Updates,
+    params: optax.Params,
+    lifted: Any,
+    extra: dict[str, Any],
+    through_inner: Callable[[Any], tuple[Any, Any]],
+  ) -> _quasi_newton.Search:
+    """The line search along the direction, the first column of `lifted`."""
+    value, dtype, possible = extra["value"], quasi.gradient.dtype, quasi.usable
+    start, offset = value.astype(dtype), jnp.zeros([], dtype)
+    slope = jnp.sum(quasi.gradient * quasi.direction)
+
+    def trial(length: jax.Array) -> tuple[jax.Array, jax.Array]:
+      """The loss after a step of this length, and its linear change."""
+      step = jax.tree.map(lambda x: length.astype(x.dtype) * x[0], lifted)
+      changes, _ = through_inner(step)
+      change = _inner_product(updates, changes) if self.rescales else length * slope
+      return extra["value_fn"](optax.apply_updates(params, changes)), change - offset
+
+    if self.rescales:
+      # The inner momentum moves the params whether or not a step is found.
+      start, offset = trial(offset)
+      start, offset = start.astype(dtype), offset.astype(dtype)
+    if self.adaptive:
+      possible &= slope < 0
+    search = _quasi_newton.backtrack(
+      trial,
+      start,
+      quasi.first,
+      self.rho,
+      self.sigma,
+      _LONGEST_SEARCH if isinstance(self.max_search, str) else self.max_search or 0,
+      possible=possible & jnp.isfinite(start),
+      resolution=float(jnp.finfo(value.dtype).eps) if self.adaptive else None,
+    )
+    search = search._replace(notfinite=_arrays.increment_if(~jnp.isfinite(start), search.notfinite))
+    # The inner learning rate bounds the steps; Adam's do not grow with the gradient.
+    return search if self.inner is None else search._replace(short=jnp.asarray(False))
+
+  def _learn(
+    self,
+    state: DimReduceState,
+    quasi: _quasi_newton.Direction,
+    search: _quasi_newton.Search,
+    step: jax.Array,
+    squares: jax.Array,
+  ) -> dict[str, jax.Array]:
+    """The parts of the state that a finite gradient changes, but for momenta and inner state."""
+    moved = search.accepted > 0
+    failed = (search.tried > 0) & ~moved if self.adaptive else jnp.asarray(False)
+    # B restarts if its directions overflow, or if no step along them was accepted.
+    restarts = ~quasi.usable | failed
+    kept = jnp.where(restarts, _quasi_newton.identities(state), state.inverse_hessian)
+    squared_step, squared_gradient = jnp.sum(state.last_step**2), jnp.sum(quasi.gradient**2)
+    change = quasi.gradient - state.projected_gradient
+    rejected, next_rho = ~moved, state.next_rho
+    if self.adaptive:
+      rejected &= jnp.any(quasi.gradient != 0)
+      # The length at which this gradient moves as far as the last accepted step.
+      length = jnp.sqrt(squared_step / squared_gradient)
+      next_rho = _quasi_newton.next_step(search, quasi.first, quasi.steepest, length, self.rho)
+    return {
+      "inverse_hessian": jnp.where(moved, quasi.inverse_hessian, kept),
+      "projected_gradient": jnp.where(moved, quasi.gradient, state.projected_gradient),
+      "last_step": jnp.where(moved, step, jnp.where(failed, 0, state.last_step)),
+      "next_rho": next_rho,
+      "inner_scale": jnp.where(moved, quasi.scale, jnp.where(failed, 1, state.inner_scale)),
+      "curvature": _quasi_newton.ratio(jnp.sum(change * state.last_step), squared_step),
+      "explained_gradient": _quasi_newton.ratio(squared_gradient, squares.astype(change.dtype)),
+      "rejected_count": _arrays.increment_if(rejected, state.rejected_count),
+    }
+
+
+def _project(state: DimReduceState, tree: Any, groups: _linalg.SubspaceGroups) -> jax.Array:
+  """P g, [G, k], for a tree like the params."""
+  if not jax.tree.leaves(tree):
+    return jnp.zeros_like(state.projected_gradient)
+  projected = _linalg.products(state.basis, tree, groups)
+  return projected.astype(state.projected_gradient.dtype)
+
+
+def _checked_loss(value: Any, value_fn: Any) -> tuple[jax.Array, Callable[..., jax.Array]]:
+  """The loss at the params and elsewhere, which a line search needs."""
+  _base.require_extra(value, "value", _METHOD, "the loss at the params, on the current batch")
+  purpose = "a function from params to the loss on the current batch"
+  _base.require_extra(value_fn, "value_fn", _METHOD, purpose)
+  _base.check_callable("value_fn", value_fn, "value_fn(params)")
+  needs_value = f"`{_METHOD}` needs the extra argument `value` to be the scalar loss; got"
+  returned = f"`{_METHOD}` needs a `value_fn(params)` that returns the scalar loss; it returned"
+  return _scalar(value, needs_value), lambda params: _scalar(value_fn(params), returned)
+
+
+def _scalar(value: Any, requirement: str) -> jax.Array:
+  """A loss as a floating-point array; TypeError for anything but a real scalar."""
+  number = _base.is_any_array(value) or isinstance(value, numbers.Real)
+  if not number or jnp.shape(value) != () or not jnp.isrealobj(value):
+    got = f"an array of shape {jnp.shape(value)}" if number else _base.shorten(value)
+    raise TypeError(f"{requirement} {got}.")
+  dtype = jnp.result_type(value)
+  return jnp.asarray(value, dtype if jnp.issubdtype(dtype, jnp.floating) else jnp.float32)
+
+
+def _show_nonfinite(finite: jax.Array, changes: Any, gradient: Any) -> Any:
+  """Zeros if the gradient is not finite, but NaN in its bad entries.
+
+  ``optax.apply_if_finite`` sees them; other params are not updated.
+  """
+
+  def show(u: jax.Array, g: jax.Array) -> jax.Array:
+    zero_or_nan = jnp.where(_finiteness.finite_entries(g), 0, jnp.nan)
+    return jnp.where(finite, u, zero_or_nan).astype(u.dtype)
+
+  return jax.tree.map(show, changes, gradient)
+
+
+def _inner_product(a: Any, b: Any) -> jax.Array:
+  """The inner product of two trees, in at least float32."""
+  dtype = _arrays.widest_dtype((a, b))
+  # Not `optax.tree.vdot`, which reshapes leaves, sharded ones too.
+  by_leaf = jax.tree.map(lambda x, y: jnp.sum(x.astype(dtype) * y.astype(dtype)), a, b)
+  return jax.tree.reduce(jnp.add, by_leaf, jnp.zeros([], dtype))

@@ -1,0 +1,408 @@
+r"""LARS: layer-wise adaptive rate scaling.
+
+For each layer, with weights w, gradient g and Euclidean norms over the whole layer, in float32:
+
+  ratio = eta |w| / (|g| + wd |w| + eps)      scalar; 1 where |w| or |g| is zero
+  d     = ratio (clip(g) + wd w)
+  m    <- momentum m - lr d
+  w    <- w + m
+
+Source: You, Gitman, Ginsburg, "Large Batch Training of Convolutional Networks",
+arXiv:1708.03888, in the form of MXNet 2's ``optimizer.LARS``.
+"""
+
+from collections.abc import Callable
+from collections.abc import Sequence
+import functools
+from typing import Any
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from optax_boost._form import _finiteness
+from optax_boost._form import _protocol
+from optax_boost._form import _transformation
+from optax_boost._foundation import _arrays
+from optax_boost._foundation import _base
+from optax_boost._foundation import _tree
+from optax_boost._foundation import _types
+from optax_boost._methods import _leaves
+from optax_boost._trace import _layer_axes
+
+
+@jax.jit
+def _trust_ratio(w2: Any, g2: Any, eta: Any, wd: Any, eps: Any, rate: Any) -> jax.Array:
+  """The trust ratio from squared norms: 1 if a norm is zero, NaN if one is not finite.
+
+  If a rate is given, min(ratio / rate, 1).
+  """
+  w, g = _root(w2), _root(g2)
+  finite = jnp.isfinite(w + g)
+  usable = finite & (jnp.minimum(w, g) > 0)
+  numerator = jnp.where(usable, eta * w, jnp.where(finite, 1.0, jnp.nan))
+  # XLA 3: the division comes last, as a cheaper operation would be repeated in each leaf's loop.
+  ratio = numerator / jnp.where(usable, g + wd * w + eps, 1.0)
+  if rate is None:
+    return ratio
+  # Layers whose norm is zero keep ratio 1, as in apex, whatever the rate.
+  clipped = (w2 != 0) & (g2 != 0) & ~(ratio >= rate)
+  return jnp.where(clipped, ratio, 1.0) / jnp.where(clipped, rate, 1.0)
+
+
+@jax.jit
+def _direction(g: jax.Array, w: jax.Array, ratio: Any, clip: Any, wd: Any) -> jax.Array:
+  """The direction ratio (clip(g) + wd w), in at least float32; 0 if the ratio is NaN.
+
+  Without a ratio, entries that are not finite become 0.
+  """
+  d = _arrays.widen(g)
+  if clip is not None:
+    d = jnp.clip(d, -jnp.asarray(clip), clip)
+  d += wd * w.astype(d.dtype)
+  if ratio is None:
+    return jnp.where(_finiteness.finite_entries(g) & _finiteness.finite_entries(w), d, 0)
+  return jnp.where(jnp.isnan(ratio), 0, ratio.astype(d.dtype) * d)
+
+
+@_protocol.declares(metrics=("trust_ratio", "lars/notfinite_count"))
+class ScaleByLarsTrustRatioState(NamedTuple):
+  """State of :func:`scale_by_lars_trust_ratio`.
+
+  Attributes:
+    trust_ratio: float32 vector (float64 for float64 leaves), the last step's ratios, one per leaf,
+      in the order of the params' leaves; the mean over the layers of a leaf that holds many.
+    notfinite_count: scalar int32, the steps in which a layer was not updated because the norm of
+      its gradient or of its weights was not finite; leaves that keep ratio 1 are not counted.
+    count: scalar int32, steps made, if `clip_ratio` is a schedule; otherwise None.
+  """
+
+  # XLA 23: one array for all leaves, as each array of a state costs a step some microseconds.
+  trust_ratio: jax.Array
+  notfinite_count: jax.Array
+  count: jax.Array | None = None  # type: ignore[assignment]  # tuples have a method of this name
+
+
+def scale_by_lars_trust_ratio(
+  trust_coefficient: jax.typing.ArrayLike = 0.001,
+  weight_decay: jax.typing.ArrayLike = 0.0,
+  eps: jax.typing.ArrayLike = 1e-8,
+  *,
+  clip: jax.typing.ArrayLike | None = None,
+  clip_ratio: optax.ScalarOrSchedule | None = None,
+  exclude: _types.LeafSelector = "auto",
+  weight_decay_mask: _types.LeafSelector | None = None,
+  layers: _layer_axes.LayerAxes | None = None,
+  axis_name: _types.AxisNames | None = None,
+) -> optax.GradientTransformationExtraArgs:
+  r"""Adds weight decay and scales each layer by its LARS trust ratio.
+
+  .. math::
+    d = \frac{\eta |w|}{|g| + \lambda |w| + \epsilon} (\mathrm{clip}(g) + \lambda w)
+
+  A layer whose gradient or weights have no finite norm makes no step: its update is zero and
+  `notfinite_count` grows, so one bad batch doesn't pollute the momentum. In a leaf that keeps ratio
+  1, only the entries that are not finite are not updated.
+
+  Args:
+    trust_coefficient: :math:`\eta`; the size of a step relative to the weights. Raising it lets
+      every layer move faster. The default is the paper's, MXNet's and optax's.
+    weight_decay: :math:`\lambda`; raising it shrinks weights faster and lowers the ratio.
+    eps: :math:`\epsilon`; keeps the ratio bounded for tiny gradients.
+    clip: bound on each gradient entry, before the decay is added; the ratio is of the gradient as
+      it was, as in MXNet. None: no clipping.
+    clip_ratio: the learning rate :math:`\alpha` that follows in the chain, a number or a schedule:
+      the ratio :math:`r` becomes :math:`\min(r / \alpha, 1)`. None: the ratio is not clipped.
+    exclude: the leaves that keep ratio 1: regular expressions that match whole segments of the
+      leaf's path (``"conv"`` of ``"block_1/conv/kernel"``), a tree of bools, a callable from params
+      to one, or None. ``"auto"``: leaves named bias, scale, beta or gamma, and layers with at most
+      one axis.
+    weight_decay_mask: the leaves that are decayed, given in the same ways. None: all, as in MXNet.
+    layers: what :func:`layer_axes` returns, for leaves that hold many layers or experts: each of
+      these gets a ratio of its own. None: the extra argument `layers` of ``update``, which the
+      train step passes; without it, too, a leaf has one ratio.
+    axis_name: inside ``shard_map``, the mesh axes over which the params are sharded: norms are
+      summed over them. If a stacked axis is sharded, whose layers have norms of their own, name
+      them by regular expression, as in ``{"head": "model"}``; the first that matches a leaf counts.
+      Not needed under ``jit``.
+
+  Returns:
+    An :class:`optax.GradientTransformationExtraArgs` that needs `params`. Updates have the
+    gradients' dtype, norms are taken in float32 (float64 for float64).
+
+  Examples:
+    >>> import jax.numpy as jnp, optax, optax_boost
+    >>> params = {"kernel": jnp.full((2, 2), 3.0), "bias": jnp.zeros(2)}
+    >>> grads = {"kernel": jnp.ones((2, 2)), "bias": jnp.ones(2)}
+    >>> tx = optax_boost.scale_by_lars_trust_ratio(trust_coefficient=0.01)
+    >>> updates, state = tx.update(grads, tx.init(params), params)
+    >>> [round(float(r), 6) for r in optax.tree.get(state, "trust_ratio")]  # bias, kernel
+    [1.0, 0.03]
+
+  .. note::
+    A callable for `exclude` or `weight_decay_mask` under ``optax.inject_hyperparams`` must be
+    listed in its `static_args`.
+  """
+  method = "scale_by_lars_trust_ratio"
+  leaves = _leaves.Leaves(method, exclude, _bias_or_norm, layers, axis_name)
+  numbers = (trust_coefficient, weight_decay, eps, clip, clip_ratio)
+  return _scale_by_trust_ratio(leaves, *numbers, weight_decay_mask)
+
+
+def lars(
+  learning_rate: optax.ScalarOrSchedule,
+  weight_decay: jax.typing.ArrayLike = 0.0,
+  momentum: jax.typing.ArrayLike | None = 0.9,
+  trust_coefficient: jax.typing.ArrayLike = 0.001,
+  eps: jax.typing.ArrayLike = 1e-8,
+  *,
+  nesterov: bool = False,
+  clip: jax.typing.ArrayLike | None = None,
+  clip_ratio: bool = False,
+  exclude: _types.LeafSelector = "auto",
+  weight_decay_mask: _types.LeafSelector | None = None,
+  layers: _layer_axes.LayerAxes | None = None,
+  axis_name: _types.AxisNames | None = None,
+) -> optax.GradientTransformationExtraArgs:
+  r"""LARS: momentum SGD whose every layer steps in proportion to its own weights.
+
+  .. math::
+    m \leftarrow \mu m - \alpha d, \qquad w \leftarrow w + m
+
+  for the direction :math:`d` of :func:`scale_by_lars_trust_ratio`. For batches of thousands, where
+  one learning rate for all layers diverges before it is high enough. On small batches plain
+  momentum SGD does as well.
+
+  Args:
+    learning_rate: :math:`\alpha`, a number or a schedule; inside the momentum, so a change of it
+      does not rescale past steps.
+    weight_decay: :math:`\lambda`; raising it shrinks weights faster and lowers the ratio.
+    momentum: :math:`\mu`; raising it averages over more steps. None: no momentum, no buffer.
+    trust_coefficient: :math:`\eta`. Kernels move at `learning_rate` times it, biases and
+      normalizations at `learning_rate` itself.
+    eps: as in :func:`scale_by_lars_trust_ratio`, like `clip` and the arguments after `clip_ratio`.
+    nesterov: whether the momentum looks one step ahead.
+    clip: bound on each gradient entry.
+    clip_ratio: whether the ratio :math:`r` becomes :math:`\min(r / \alpha, 1)`, so that LARS only
+      slows layers down: apex's LARC, whose trust coefficient is 0.02, MindSpore's `use_clip`.
+    exclude: leaves that keep ratio 1.
+    weight_decay_mask: leaves that are decayed.
+    layers: what :func:`layer_axes` returns, for one ratio per layer.
+    axis_name: inside ``shard_map``, the mesh axes over which the params are sharded.
+
+  Returns:
+    An :class:`optax.GradientTransformationExtraArgs` that needs `params`. Updates and momentum
+    have the params' dtype; they are computed in at least float32, and rounded once.
+
+  Examples:
+    >>> import jax, jax.numpy as jnp, optax, optax_boost
+    >>> rate = optax.cosine_decay_schedule(10.0, decay_steps=100)
+    >>> tx = optax_boost.lars(rate, weight_decay=1e-4)
+    >>> params = {"kernel": jnp.ones((3, 2))}
+    >>> loss = lambda p: jnp.sum((p["kernel"] - 2.0) ** 2)
+    >>> state = tx.init(params)
+    >>> for _ in range(100):
+    ...   updates, state = tx.update(jax.grad(loss)(params), state, params)
+    ...   params = optax.apply_updates(params, updates)
+    >>> bool(loss(params) < 0.01)
+    True
+
+  References:
+    You, Gitman, Ginsburg, `Large Batch Training of Convolutional Networks
+    <https://arxiv.org/abs/1708.03888>`_, 2017.
+
+  .. note::
+    ``optax.lars`` gives biases and normalizations a ratio of their own unless masked: a learning
+    rate tuned with it carries over with ``exclude=None``. It divides by :math:`|g + \lambda w|`
+    instead of :math:`|g| + \lambda |w|`, and overflows in float16.
+  """
+  _base.check_learning_rate(learning_rate)
+  _base.check_bool("nesterov", nesterov)
+  _base.check_bool("clip_ratio", clip_ratio)
+  if momentum is not None:
+    _base.check_number("momentum", momentum, minimum=0.0, below=1.0)
+  leaves = _leaves.Leaves("lars", exclude, _bias_or_norm, layers, axis_name)
+  numbers = (trust_coefficient, weight_decay, eps, clip, learning_rate if clip_ratio else None)
+  ratio = _scale_by_trust_ratio(leaves, *numbers, weight_decay_mask, wide=True)
+  descent = optax.scale_by_learning_rate(learning_rate)
+  trace = optax.identity() if momentum is None else optax.trace(momentum, nesterov)
+
+  def step(updates: Any, state: Any, params: Any, *, layers: Any = None) -> tuple[Any, Any]:
+    kinds: list[Any] = [ScaleByLarsTrustRatioState]
+    kinds += [type(part.init(())) for part in (descent, trace)]
+    _base.require_chain_state(state, kinds, "lars")
+    of_ratio, of_descent, of_trace = state
+    updates, of_ratio = ratio.update(updates, of_ratio, params, layers=layers)
+    updates, of_descent = descent.update(updates, of_descent)
+    updates, of_wide = trace.update(updates, jax.tree.map(_arrays.widen, of_trace))
+    return _cast(updates, params), (of_ratio, of_descent, _cast(of_wide, of_trace))
+
+  init = optax.chain(ratio, descent, trace).init
+  return _transformation.transformation("lars", tuple, init, step, needs_params=True)
+
+
+def _cast(tree: Any, like: Any) -> Any:
+  """A tree with the dtypes of another one's leaves."""
+  return _tree.map_leaves(lambda x, y: x.astype(y.dtype), tree, like)
+
+
+def _bias_or_norm(leaves: list[_layer_axes.Leaf]) -> list[bool]:
+  """Whether each leaf is a bias or a normalization by name, or has at most one axis."""
+  return [_tree.is_bias_or_norm(x.path) or len(x.shape_of_layer) <= 1 for x in leaves]
+
+
+def _scale_by_trust_ratio(
+  leaves: _leaves.Leaves,
+  eta: Any,
+  weight_decay: Any,
+  eps: Any,
+  clip: Any,
+  clip_ratio: Any,
+  weight_decay_mask: Any,
+  wide: bool = False,
+) -> optax.GradientTransformationExtraArgs:
+  """The transformation; with `wide`, updates are in at least float32."""
+  _base.check_number("trust_coefficient", eta, positive=True)
+  _base.check_number("weight_decay", weight_decay, minimum=0.0)
+  _base.check_number("eps", eps, minimum=0.0)
+  if clip is not None:
+    _base.check_number("clip", clip, minimum=0.0)
+  if clip_ratio is not None:
+    _base.check_learning_rate(clip_ratio, "clip_ratio")
+  _tree.check_selector("weight_decay_mask", weight_decay_mask)
+
+  @_tree.once_per_tree
+  def decayed(params: optax.Params) -> list[bool]:
+    if weight_decay_mask is None:
+      return [True] * len(jax.tree.leaves(params))
+    return _tree.select(params, weight_decay_mask, "weight_decay_mask")
+
+  def init(params: optax.Params) -> ScaleByLarsTrustRatioState:
+    decayed(params)
+    return ScaleByLarsTrustRatioState(
+      trust_ratio=jnp.ones(len(leaves.of(params)), _arrays.widest_dtype(params)),
+      notfinite_count=jnp.zeros([], jnp.int32),
+      count=jnp.zeros([], jnp.int32) if callable(clip_ratio) else None,
+    )
+
+  def step(
+    updates: optax.Updates, state: Any, params: optax.Params, *, layers: Any = None
+  ) -> tuple[optax.Updates, ScaleByLarsTrustRatioState]:
+    plan = leaves.of(params, layers)
+    if not plan:
+      return updates, state
+    rate = clip_ratio(state.count) if callable(clip_ratio) else clip_ratio
+    dtype = state.trust_ratio.dtype
+
+    def ratio_of(w2: jax.Array, g2: jax.Array, decays: Any) -> jax.Array:
+      wd = weight_decay if np.all(decays) else jnp.where(decays, weight_decay, 0.0)
+      return _trust_ratio(w2, g2, eta, wd, eps, rate).astype(dtype)
+
+    trees = (jax.tree.leaves(params), jax.tree.leaves(updates), decayed(params))
+    parts = [_Part(leaf, *of_leaf) for (leaf, _), *of_leaf in zip(plan, *trees, strict=True)]
+    acting = [None if skip else part for part, (_, skip) in zip(parts, plan, strict=True)]
+    ratios = _ratios(acting, ratio_of, leaves.mesh_axes([part.leaf for part in parts]))
+    outputs = []
+    for (leaf, w, g, decays), ratio in zip(parts, ratios, strict=True):
+      factor = None if ratio is None else jnp.expand_dims(ratio, leaf.axes_of_layer)
+      d = _direction(g, w, factor, clip, weight_decay if decays else 0.0)
+      outputs.append(d if wide else d.astype(g.dtype))
+    means = jnp.stack([_mean_of_layers(ratio, dtype) for ratio in ratios])
+    bad = jnp.isnan(means)
+    return jax.tree.unflatten(jax.tree.structure(updates), outputs), state._replace(
+      trust_ratio=jnp.where(bad, 1, means),
+      notfinite_count=_arrays.increment_if(jnp.any(bad), state.notfinite_count),
+      count=None if state.count is None else optax.safe_increment(state.count),
+    )
+
+  return _transformation.transformation(
+    leaves.method, ScaleByLarsTrustRatioState, init, step, needs_params=True
+  )
+
+
+def _mean_of_layers(ratio: jax.Array | None, dtype: Any) -> jax.Array:
+  if ratio is None or not ratio.size:
+    return jnp.ones([], dtype)
+  return jnp.mean(ratio) if ratio.ndim else ratio
+
+
+class _Part(NamedTuple):
+  """A leaf of the params, its gradient, and whether it is decayed."""
+
+  leaf: _layer_axes.Leaf
+  w: jax.Array
+  g: jax.Array
+  decays: bool
+
+
+def _ratios(
+  parts: Sequence[_Part | None], ratio_of: Callable[..., jax.Array], mesh_axes: Sequence[Any]
+) -> list[jax.Array | None]:
+  """The trust ratios of each leaf's layers, with norms over the leaf's mesh axes."""
+  ratios: list[jax.Array | None] = [None] * len(parts)
+  # In the order of the leaves, so that all processes compile the same program.
+  for axes in dict.fromkeys(mesh_axes):
+    members = {i: p for i, p in enumerate(parts) if p is not None and mesh_axes[i] == axes}
+    if members:
+      of_members = _ratios_along(axes, list(members.values()), ratio_of)
+      for i, ratio in zip(members, of_members, strict=True):
+        ratios[i] = ratio
+  return ratios
+
+
+def _ratios_along(
+  mesh_axes: Any, parts: list[_Part], ratio_of: Callable[..., jax.Array]
+) -> list[jax.Array]:
+  """The trust ratios of leaves whose squared norms are summed over the same mesh axes."""
+  leaves, weights, grads, decays = map(list, zip(*parts, strict=True))
+
+  def total(squares: Any) -> Any:
+    return squares if mesh_axes is None else jax.lax.psum(squares, mesh_axes)
+
+  def one_by_one(weights: Any, grads: Any) -> Any:
+    trios = zip(leaves, weights, grads, strict=True)
+    squares = total([_sums_of_squares((w, g), leaf.axes_of_layer) for leaf, w, g in trios])
+    return [ratio_of(w2, g2, decay) for (w2, g2), decay in zip(squares, decays, strict=True)]
+
+  def at_once(weights: Any, grads: Any) -> Any:
+    groups = _arrays.stackable([leaf.stacked for leaf in leaves], weights, grads)
+    sums = []
+    for group in groups:
+      # XLA 5: weights and gradients in one reduction, as two would be two kernels.
+      both = jnp.stack([x[i] for x in (weights, grads) for i in group])
+      if len(group) > 1:
+        # XLA 6: a thousand leaves that are joined into the reduction compile for minutes.
+        both = jax.lax.optimization_barrier(both)
+      squares = _arrays.sum_squares(both, tuple(i + 1 for i in leaves[group[0]].axes_of_layer))
+      sums.append(_arrays.gather_axes(squares, range(squares.ndim)).reshape(2, -1))
+    places = [i for group in groups for i in group]
+    layers = [leaves[i].num_layers for i in places]
+    w2, g2 = total(jnp.concatenate(sums, axis=1))
+    ratio = ratio_of(w2, g2, np.repeat([decays[i] for i in places], layers))
+    split = jnp.split(jax.lax.optimization_barrier(ratio), np.cumsum(layers)[:-1])
+    ratios = dict(zip(places, split, strict=True))
+    return [ratios[i].reshape(leaf.stacked_shape) for i, leaf in enumerate(leaves)]
+
+  # XLA 4: on CPUs, equal leaves share a compiled loop only if none reads a part of a vector.
+  # XLA 7: on GPUs, a kernel for each leaf costs more than the copies of small leaves.
+  return jax.lax.platform_dependent(weights, grads, cuda=at_once, rocm=at_once, default=one_by_one)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _sums_of_squares(pair: Any, axes: tuple[int, ...]) -> Any:
+  sums = (_arrays.sum_squares(x, axes) for x in pair)
+  return [_arrays.gather_axes(squares, range(squares.ndim)) for squares in sums]
+
+
+@jax.custom_jvp
+def _root(square: jax.Array) -> jax.Array:
+  """The square root, whose derivative at zero is zero instead of infinite."""
+  return jnp.sqrt(square)
+
+
+@_root.defjvp
+def _root_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
+  root, (tangent,) = _root(*primals), tangents
+  return root, jnp.where(root > 0, tangent / jnp.where(root > 0, 2 * root, 1), 0)

@@ -1,0 +1,126 @@
+"""The leaves that a method acts on, by its arguments `exclude`, `layers` and `axis_name`.
+
+A method whose step has a keyword argument `layers` gets the axes of the layers from the train step,
+which reads them from a trace of the loss (``extra_args`` in
+:mod:`optax_boost._form._transformation`).
+"""
+
+from collections.abc import Callable
+from collections.abc import Mapping
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from optax_boost._foundation import _base
+from optax_boost._foundation import _tree
+from optax_boost._foundation import _types
+from optax_boost._trace import _layer_axes
+
+
+class Leaves:
+  """The leaves of a tree, and which of them a method leaves alone.
+
+  The arguments `exclude`, `layers` and `axis_name` of a factory, checked when it is called; `auto`
+  is the method's own rule, for ``exclude="auto"``.
+  """
+
+  def __init__(
+    self,
+    method: str,
+    exclude: _types.LeafSelector,
+    auto: Callable[[list[_layer_axes.Leaf]], list[bool]],
+    layers: _layer_axes.LayerAxes | None,
+    axis_name: _types.AxisNames | None,
+  ) -> None:
+    _tree.check_selector("exclude", exclude)
+    _check_axis_names(axis_name)
+    self.method, self._axis_name, self._layers = method, axis_name, check_layers(layers)
+
+    def plan(
+      tree: _types.Tree, layers: _layer_axes.LayerAxes | None
+    ) -> list[tuple[_layer_axes.Leaf, bool]]:
+      leaves = _layer_axes.leaves_of(tree, layers)
+      auto_selected = _tree.is_auto_selector(exclude)
+      skipped = auto(leaves) if auto_selected else _tree.select(tree, exclude, "exclude")
+      plan_of_leaves = list(zip(leaves, skipped, strict=True))
+      warn_of_unknown_axes(method, [leaf for leaf, skip in plan_of_leaves if not skip], layers)
+      return plan_of_leaves
+
+    self._plan = _tree.once_per_tree(plan)
+
+  def of(self, tree: _types.Tree, layers: Any = None) -> list[tuple[_layer_axes.Leaf, bool]]:
+    """Each leaf, and whether it is left alone; `layers` is the extra argument of ``update``."""
+    return self._plan(tree, self.described(layers))
+
+  def described(self, layers: Any) -> _layer_axes.LayerAxes | None:
+    """The axes that the factory was given, else those of `layers`, or None."""
+    return self._layers or check_layers(layers)
+
+  def mesh_axes(self, leaves: Sequence[_layer_axes.Leaf]) -> list[Any]:
+    """For each leaf the mesh axes over which it is sharded, which must be bound, or None."""
+    names = self._axis_name
+    if isinstance(names, Mapping):
+      first = _tree.first_match("axis_name", list(names), [leaf.path for leaf in leaves])
+      of_patterns = [of_pattern or None for of_pattern in names.values()]
+      of_leaves = [None if index is None else of_patterns[index] for index in first]
+    else:
+      of_leaves = [names] * len(leaves)
+    for of_leaf in dict.fromkeys(of_leaves):
+      _base.require_axis("axis_name", of_leaf, self.method)
+    return of_leaves
+
+  def map(
+    self,
+    function: Callable[[jax.Array, _layer_axes.Leaf, Any], jax.Array],
+    tree: _types.Tree,
+    layers: Any,
+  ) -> Any:
+    """``function(array, leaf, mesh_axes)`` of the leaves with entries that aren't left alone."""
+    plan = self.of(tree, layers)
+    mesh_axes = self.mesh_axes([leaf for leaf, _ in plan])
+
+    def map_one(x: jax.Array, leaf_and_skip: tuple[_layer_axes.Leaf, bool], mesh: Any) -> jax.Array:
+      leaf, skip = leaf_and_skip
+      return x if skip or not jnp.size(x) else function(x, leaf, mesh)
+
+    return _tree.map_with(map_one, tree, plan, mesh_axes)
+
+
+def _check_axis_names(names: _types.AxisNames | None) -> None:
+  """Checks names of mesh axes, the same for all leaves or by regular expression, or None."""
+  if not isinstance(names, Mapping):
+    _base.check_axis_name("axis_name", names)
+    return
+  for pattern, of_pattern in names.items():
+    _base.compile_pattern("axis_name", pattern)
+    if not isinstance(of_pattern, tuple) or of_pattern:
+      _base.check_axis_name(f"axis_name[{pattern!r}]", of_pattern)
+
+
+def warn_of_unknown_axes(
+  method: str, leaves: Sequence[_layer_axes.Leaf], described: _layer_axes.LayerAxes | None
+) -> None:
+  """Warns of leaves whose axes a primitive hides, so that a method goes by name and shape."""
+  if described is None:
+    return
+  of_several_axes = {leaf.path for leaf in leaves if len(leaf.shape) > 1}
+  if explanation := described.explain_unknown(of_several_axes):
+    _base.warn(
+      f"{explanation} `{method}` takes each of these leaves for one layer, and goes by its name and"
+      " shape.",
+      UserWarning,
+    )
+
+
+def check_layers(layers: Any) -> _layer_axes.LayerAxes | None:
+  """A description of layers, which the train step makes on demand, or None; else TypeError."""
+  if isinstance(layers, _layer_axes.DeferredLayerAxes):
+    return layers.describe()
+  if layers is not None and not isinstance(layers, _layer_axes.LayerAxes):
+    raise TypeError(
+      "`layers` must be the result of `optax_boost.layer_axes(loss_fn, params, batch)`, or None;"
+      f" got {_base.shorten(layers)}."
+    )
+  return layers

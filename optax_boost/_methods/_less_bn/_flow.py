@@ -1,0 +1,171 @@
+"""The path of the data through a traced model, as a graph without params.
+
+Nodes are numbered in the order of the program, so every node's inputs have smaller numbers:
+
+  node 0       the data: one input of the model; constants and the model's state don't count, as in
+               ``_trace._leaf_uses``
+  inputs(n)    the nodes that n is computed from; values of params or constants alone don't count
+  ancestors(n) all nodes that lead to n, as the bits of an integer
+  gate(n)      the last node through which all of the data goes that reaches n: n's immediate
+               dominator. Where a residual block ends in n = a + b, its gate is where the two
+               paths parted.
+"""
+
+from collections.abc import Callable
+from collections.abc import Sequence
+from typing import Any
+from typing import NamedTuple
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+
+from optax_boost._foundation import _tree
+from optax_boost._trace import _jaxpr
+
+_MARK = "optax_boost.norm:"
+_WEIGHTS = ("conv_general_dilated", "dot_general", "ragged_dot")
+_WINDOWS = ("cumsum", "cummax", "cumprod", "sort", "rev", "reduce_window")
+
+
+def mark_norm(x: jax.Array, path: str) -> jax.Array:
+  """Marks a normalization in a trace of the model, by a name that :func:`trace_flows` finds."""
+  return checkpoint_name(x, _MARK + path)
+
+
+class Node(NamedTuple):
+  """One operation on data."""
+
+  kind: str  # the primitive's name, or "norm" for a marked normalization
+  inputs: tuple[int, ...]
+  shape: tuple[int, ...]  # of its result
+  path: str = ""  # the module of a normalization, or the param of a layer with weights
+
+
+class Flow:
+  """The graph of one input's data; see the top of the file."""
+
+  def __init__(self, nodes: Sequence[Node], outputs: frozenset[int]):
+    self.nodes = nodes
+    self.outputs = outputs
+    self.norms = [n for n, node in enumerate(nodes) if node.kind == "norm"]
+    self.ancestors = [0] * len(nodes)
+    self.gate = [0] * len(nodes)
+    for n, node in enumerate(nodes[1:], 1):
+      gate = node.inputs[0]
+      for other in node.inputs:
+        self.ancestors[n] |= self.ancestors[other] | 1 << other
+        # A node's gate has a smaller number than the node.
+        while gate != other:
+          gate, other = self.gate[max(gate, other)], min(gate, other)
+      self.gate[n] = gate
+
+  def has_weights(self, n: int) -> bool:
+    """Whether a node brings data and weights together: a convolution or a matrix product."""
+    return self.nodes[n].kind in _WEIGHTS and len(self.nodes[n].inputs) == 1
+
+  def between(self, start: int, end: int) -> list[int]:
+    """The nodes after `start` on the paths from `start` to `end`, with `end`."""
+    inside = self.ancestors[end] | 1 << end
+    return [n for n in range(start + 1, end + 1) if inside >> n & 1 and self.leads_to(start, n)]
+
+  def leads_to(self, start: int, end: int) -> bool:
+    """Whether `end` is computed from `start`."""
+    return bool(self.ancestors[end] >> start & 1)
+
+  def source(self, n: int) -> int:
+    """The node whose value becomes a node's input by biases, activations and casts alone."""
+    current = self.nodes[n].inputs[0]
+    while current:
+      gate = self.gate[current]
+      if not all(self._elementwise(m) for m in self.between(gate, current)):
+        break
+      current = gate
+    return current
+
+  def _elementwise(self, n: int) -> bool:
+    node = self.nodes[n]
+    if node.kind in ("norm", *_WEIGHTS) or node.kind.startswith(_WINDOWS):
+      return False
+    return all(self.nodes[i].shape == node.shape for i in node.inputs)
+
+
+def trace_flows(
+  apply: Callable[..., Any], params: Any, state: Any, args: tuple[Any, ...], kwargs: Any
+) -> list[Flow]:
+  """Traces ``apply(params, state, *args, **kwargs)`` and follows each array among its inputs.
+
+  Everything may be abstract; inputs that are not arrays (flags, strings) are passed on unchanged.
+  """
+  of_arrays, arrays = on_arrays(apply, args, kwargs)
+  closed = jax.make_jaxpr(of_arrays)((params, state), *arrays)
+  paths = _tree.leaf_paths(params)
+  first = len(closed.jaxpr.invars) - len(arrays)
+  return [_follow(closed, paths, first + i) for i in range(len(arrays))]
+
+
+def is_abstract(leaf: Any) -> bool:
+  """Whether an input of a model is an array or the abstract value of one."""
+  return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+
+
+def on_arrays(
+  function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
+) -> tuple[Callable[..., Any], list[Any]]:
+  """Returns ``function(*first, *args, **kwargs)`` as one of `first` and arrays, and the arrays."""
+  leaves, structure = jax.tree.flatten((args, kwargs))
+  arrays = {i: leaf for i, leaf in enumerate(leaves) if is_abstract(leaf)}
+
+  def of_arrays(first: tuple[Any, ...], *values: Any) -> Any:
+    full = dict(enumerate(leaves)) | dict(zip(arrays, values, strict=True))
+    args, kwargs = jax.tree.unflatten(structure, full.values())
+    return function(*first, *args, **kwargs)
+
+  return of_arrays, list(arrays.values())
+
+
+class _Value(NamedTuple):
+  """A value of the trace: a node, or a value computed from these params alone."""
+
+  node: int | None = None
+  params: tuple[str, ...] = ()
+
+
+class _Follower(_jaxpr.Interpreter[_Value]):
+  """Records the operations on data; one turn of a loop shows all of its operations."""
+
+  def __init__(self, nodes: list[Node]):
+    self._nodes = nodes
+
+  def constant(self, value: Any) -> _Value:
+    return _Value()
+
+  def join(self, values: Sequence[_Value]) -> _Value:
+    shapes = [self._nodes[v.node].shape for v in values if v.node is not None]
+    return self._note("cond", values, shapes[0] if shapes else ())
+
+  def operation(self, equation: Any, inputs: list[_Value]) -> list[_Value]:
+    kind, path = equation.primitive.name, ""
+    if kind == "name" and equation.params["name"].startswith(_MARK):
+      kind, path = "norm", equation.params["name"].removeprefix(_MARK)
+    shape = getattr(equation.outvars[0].aval, "shape", ()) if equation.outvars else ()
+    return [self._note(kind, inputs, shape, path)] * len(equation.outvars)
+
+  def _note(
+    self, kind: str, inputs: Sequence[_Value], shape: tuple[int, ...], path: str = ""
+  ) -> _Value:
+    params = tuple(dict.fromkeys(path for value in inputs for path in value.params))
+    data = tuple(dict.fromkeys(value.node for value in inputs if value.node is not None))
+    if not data:
+      return _Value(params=params)
+    path = path or (params[0] if kind in _WEIGHTS and params else "")
+    self._nodes.append(Node(kind, data, shape, path))
+    return _Value(len(self._nodes) - 1)
+
+
+def _follow(closed: Any, paths: Sequence[str], data: int) -> Flow:
+  values = [_Value(params=(path,)) for path in paths]
+  values += [_Value()] * (len(closed.jaxpr.invars) - len(paths))
+  values[data] = _Value(0)
+  nodes = [Node("input", (), closed.jaxpr.invars[data].aval.shape)]
+  outputs = _Follower(nodes).run(closed, values)
+  return Flow(nodes, frozenset(v.node for v in outputs if v.node is not None))

@@ -1,0 +1,171 @@
+"""Decides which BatchNorms are removed.
+
+A residual addition is an ``a + b`` whose two operands stem from one earlier value. Of its two
+sides, the one with more layers is the branch; a side with at most one layer is the shortcut.
+"""
+
+from collections.abc import Callable
+from collections.abc import Collection
+from collections.abc import Sequence
+import math
+from typing import Any
+from typing import Literal
+from typing import NamedTuple
+from typing import TypeAlias
+
+import jax
+
+from optax_boost._foundation import _base
+from optax_boost._methods._less_bn import _flow
+
+Role: TypeAlias = Literal["outside", "shortcut", "inner", "last"]
+# Convolutions of a bottleneck block.
+_BOTTLENECK = 3
+
+
+class NormPlace(NamedTuple):
+  """The position of a BatchNorm in the network.
+
+  Attributes:
+    path: the path of its module.
+    role: ``"inner"``: in a residual branch, with another BatchNorm after it; ``"last"``: the last
+      of its branch; ``"shortcut"``; ``"outside"``: in no residual block (the stem).
+    layers: how many layers with weights its branch has next to a BatchNorm: 2 in a basic block, 3
+      in a bottleneck block. A gate's layers (squeeze and excitation) do not count.
+  """
+
+  path: str
+  role: Role
+  layers: int = 0
+
+
+Predicate: TypeAlias = Callable[[NormPlace], bool]
+
+
+class Trace(NamedTuple):
+  """A traced model: the flow of each of its inputs, and paths of its modules."""
+
+  flows: list[_flow.Flow]
+  norms: list[str]
+  dense: list[str]
+
+
+class Plan(NamedTuple):
+  """The changes to a model.
+
+  Attributes:
+    removed: the paths of the BatchNorms that are removed.
+    head: the path of the dense layer that is normalized, or None.
+    norms: how many BatchNorms the model has.
+  """
+
+  removed: tuple[str, ...]
+  head: str | None
+  norms: int
+
+
+PlanCallback: TypeAlias = Callable[[Plan], object]
+
+
+def make_plan(
+  trace: Callable[[tuple[Any, ...], dict[str, Any]], Trace],
+  args: tuple[Any, ...],
+  kwargs: dict[str, Any],
+  fn_flag: bool,
+  predicate: Predicate | None,
+  on_plan: PlanCallback | None,
+) -> Plan:
+  """Checks the arguments of a public function and makes its plan from a trace of the model."""
+  _base.check_bool("fn_flag", fn_flag)
+  _base.check_callable("predicate", predicate, "predicate(place: NormPlace) -> bool", optional=True)
+  _base.check_callable("on_plan", on_plan, "on_plan(plan: Plan)", optional=True)
+  if not any(map(_flow.is_abstract, jax.tree.leaves((args, kwargs)))):
+    got = ", ".join(map(_base.shorten, [*args, *kwargs.values()])) or "none"
+    raise ValueError(
+      "`less_bn` traces the model, so it needs the model's inputs, arrays or"
+      f" jax.ShapeDtypeStruct, as for a call; got {got}."
+    )
+  flows, norms, dense = trace(args, kwargs)
+  places = {path: NormPlace(path, "outside") for path in norms}
+  places |= {path: place for path, place in _places(flows).items() if path in places}
+  removed = tuple(path for path, place in places.items() if (predicate or _goes)(place))
+  if not removed:
+    shown = "\n".join(f"  {p.path}: {p.role}, {p.layers} layers" for p in places.values())
+    _base.warn(
+      "`less_bn` removes no BatchNorm: none is inside a bottleneck block's residual branch, or"
+      f" `predicate` selects none. The model's BatchNorms:\n{shown or '  none'}",
+      _base.NoEffectWarning,
+    )
+  head = _last_dense(flows, dense) if fn_flag else None
+  if fn_flag and head is None:
+    _base.warn(
+      "`less_bn` finds no last dense layer to normalize: a layer with other weights comes after"
+      " each of them, or there is none. Pass fn_flag=False.",
+      _base.NoEffectWarning,
+    )
+  plan = Plan(removed, head, len(norms))
+  if on_plan is not None:
+    on_plan(plan)
+  return plan
+
+
+def _goes(place: NormPlace) -> bool:
+  return place.role == "inner" and place.layers >= _BOTTLENECK
+
+
+def _places(flows: Sequence[_flow.Flow]) -> dict[str, NormPlace]:
+  """The place of each BatchNorm over all inputs; a shared one is removed if each use would be."""
+  places: dict[str, NormPlace] = {}
+  for flow in flows:
+    in_flow: dict[str, NormPlace] = {}
+    for n, place in _in_blocks(flow).items():
+      path = flow.nodes[n].path
+      other = in_flow.setdefault(path, place)
+      if other.role == "inner":
+        in_flow[path] = place if place.role != "inner" or place.layers < other.layers else other
+    for path, place in in_flow.items():
+      if places.get(path, place).role in ("outside", place.role):
+        places[path] = place
+  return places
+
+
+def _in_blocks(flow: _flow.Flow) -> dict[int, NormPlace]:
+  """The place of each BatchNorm in the innermost block around it, by the BatchNorm's node."""
+  outside = {n: NormPlace(flow.nodes[n].path, "outside") for n in flow.norms}
+  places = {n: (math.inf, place) for n, place in outside.items()}
+  for end, node in enumerate(flow.nodes):
+    if node.kind not in ("add", "add_any") or len(node.inputs) != 2:
+      continue
+    sides = [flow.between(flow.gate[end], operand) for operand in node.inputs]
+    weights = [sum(map(flow.has_weights, side)) for side in sides]
+    size = sum(map(len, sides))
+    for side, own, other in zip(sides, weights, reversed(weights), strict=True):
+      for n in side:
+        if n in places and size < places[n][0]:
+          places[n] = size, _place(flow, n, side, shortcut=own <= 1 and own < other)
+  return {n: place for n, (_, place) in places.items()}
+
+
+def _place(flow: _flow.Flow, n: int, side: list[int], *, shortcut: bool) -> NormPlace:
+  norms = [m for m in side if flow.nodes[m].kind == "norm"]
+  before = {flow.source(m) for m in norms}
+  weights = [m for m in side if flow.has_weights(m)]
+  layers = sum(m in before or flow.nodes[flow.source(m)].kind == "norm" for m in weights)
+  inner = any(flow.leads_to(n, m) for m in norms)
+  role: Role = "shortcut" if shortcut else "inner" if inner else "last"
+  return NormPlace(flow.nodes[n].path, role, layers)
+
+
+def _last_dense(flows: Sequence[_flow.Flow], dense: Collection[str]) -> str | None:
+  for flow in flows:
+    before = {
+      n for out in flow.outputs for n in range(out + 1) if n == out or flow.leads_to(n, out)
+    }
+    weights = [_module(flow.nodes[n].path) for n in sorted(before) if flow.has_weights(n)]
+    if weights and weights[-1] in dense:
+      return weights[-1]
+  return None
+
+
+def _module(param: str) -> str:
+  return param.rpartition("/")[0]

@@ -1,0 +1,272 @@
+"""How SGPerm's kernels run: once for leaves whose weight vectors have the same length.
+
+Large leaves are processed in blocks of weight vectors. However leaves are sharded, each weight
+vector is whole on one device while a kernel runs.
+"""
+
+from collections.abc import Callable
+from collections.abc import Sequence
+import math
+from typing import Any
+from typing import TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from optax_boost._foundation import _arrays
+from optax_boost._methods._sgperm import _layout
+from optax_boost._methods._sgperm import _sorting
+
+# Weights in a block, on a CPU and on accelerators (for these a guess, to bound memory).
+_WEIGHTS, _MANY_WEIGHTS = 2**18, 2**22
+# The most weights of leaves that are joined on an accelerator. Joining copies them. On a CPU the
+# copy of large leaves costs more than it saves in compiling: there, at most a block is joined.
+_JOINED_WEIGHTS = 2**25
+
+# A kernel is called with arrays (n, *vectors): first those that move (the weights, their entries in
+# the raveled initial leaf, and perhaps their ranks), then those that it only reads. It returns the
+# arrays that moved; each vector moves by itself. If there are several axes of vectors, the first is
+# one of leaves.
+Kernel: TypeAlias = Callable[..., Sequence[jax.Array]]
+
+
+def permute(
+  run: Callable[..., Sequence[Sequence[jax.Array]]],
+  args: Any,
+  layouts: Sequence[_layout.Layout],
+  params: Sequence[jax.Array],
+  moving: Sequence[Any],
+  fixed: Sequence[Any],
+) -> list[Any]:
+  """Trees after a step of their movable leaves, sharded as the params are.
+
+  Args:
+    run: makes the step. It is called with the movable leaves' layouts, `args`, and for each leaf
+      its arrays of `moving` and its arrays of `fixed`. It must not close over other arrays. For
+      each leaf it returns the new arrays of `moving`, shaped as
+      :meth:`_layout.Layout.fan_in_first` or as columns.
+    args: a tuple of arrays.
+    layouts: of each leaf.
+    params: the leaves, which tell the shardings: a state restored without shardings has none.
+    moving: trees of arrays of the leaves' shapes, which `run` permutes.
+    fixed: trees or lists of arrays of the leaves' shapes, which `run` only reads.
+  """
+  movable = [i for i, lay in enumerate(layouts) if lay.movable]
+  if not movable:
+    return list(moving)
+  movable_layouts = [layouts[i] for i in movable]
+
+  def step(args: Any, moving: Any, fixed: Any) -> list[list[jax.Array]]:
+    moved = run(movable_layouts, args, moving, fixed)
+    return [
+      [sharded_like(old, lay.leaf(x), olds[0]) for old, x in zip(olds, news, strict=True)]
+      for lay, olds, news in zip(movable_layouts, moving, moved, strict=True)
+    ]
+
+  moving_leaves = [jax.tree.leaves(tree) for tree in moving]
+  fixed_leaves = [jax.tree.leaves(tree) for tree in fixed]
+  moving_by_leaf = [[leaves[i] for leaves in moving_leaves] for i in movable]
+  fixed_by_leaf = [[leaves[i] for leaves in fixed_leaves] for i in movable]
+  like = [[params[i]] * len(moving) for i in movable]
+  moved = auto_sharded(step, like)(args, moving_by_leaf, fixed_by_leaf)
+  for i, arrays in zip(movable, moved, strict=True):
+    for leaves, array in zip(moving_leaves, arrays, strict=True):
+      leaves[i] = array
+  return [
+    jax.tree.unflatten(jax.tree.structure(tree), leaves)
+    for tree, leaves in zip(moving, moving_leaves, strict=True)
+  ]
+
+
+def together(
+  kernel: Kernel,
+  layouts: Sequence[_layout.Layout],
+  moving: Sequence[Sequence[jax.Array]],
+  fixed: Sequence[Sequence[jax.Array]],
+) -> list[Sequence[jax.Array]]:
+  """Runs a kernel once for leaves of the same dtypes whose weight vectors have the same length.
+
+  On a mesh of several devices, leaves must also have the same shapes and fan-in axes.
+  """
+  columns = [
+    [lay.fan_in_first(x) for x in (*moving_arrays, *fixed_arrays)]
+    for lay, moving_arrays, fixed_arrays in zip(layouts, moving, fixed, strict=True)
+  ]
+  number = len(moving[0])
+  mesh = _mesh_of([x for arrays in columns for x in arrays])
+  kinds: dict[Any, list[int]] = {}
+  for i, (layout, arrays) in enumerate(zip(layouts, columns, strict=True)):
+    shape = layout.length if mesh is None else layout
+    kinds.setdefault((shape, *(x.dtype for x in arrays)), []).append(i)
+  results: list[Any] = [None] * len(layouts)
+  for members in kinds.values():
+    first, length = columns[members[0]][0], layouts[members[0]].length
+    most = _WEIGHTS if _on_cpu(first) else _JOINED_WEIGHTS
+    for batch in _batches(members, [layouts[i].vectors * length for i in members], most):
+      # For each of the kernel's arguments the arrays of all leaves of the batch.
+      arguments = list(zip(*(columns[i] for i in batch), strict=True))
+      moved: list[Any]
+      if mesh is None:
+        joined = [jnp.concatenate([x.reshape(length, -1) for x in xs], 1) for xs in arguments]
+        ends = np.cumsum([layouts[i].vectors for i in batch])[:-1]
+        moved = [jnp.split(x, ends, 1) for x in _in_blocks(kernel, joined, number)]
+      else:
+        moved = _across_devices(kernel, arguments, len(layouts[batch[0]].fan_in), mesh)
+      for i, new in zip(batch, zip(*moved, strict=True), strict=True):
+        results[i] = new
+  return results
+
+
+def _batches(leaves: Sequence[int], sizes: Sequence[int], most: int) -> list[list[int]]:
+  """Cuts a list of leaves into runs of at most `most` weights, or of a single larger leaf."""
+  batches: list[list[int]] = []
+  total = 0
+  for leaf, size in zip(leaves, sizes, strict=True):
+    total += size
+    if not batches or total > most:
+      batches.append([])
+      total = size
+    batches[-1].append(leaf)
+  return batches
+
+
+def gather(arrays: Sequence[jax.Array], source: jax.Array) -> list[jax.Array]:
+  """Arrays (n, *vectors) after each position received the entries of another one."""
+  return [_sorting.gather(x, source) for x in arrays]
+
+
+def _on_cpu(x: jax.Array) -> bool:
+  """Whether a CPU will run the program; if the array's mesh is not known, JAX's default device."""
+  device = getattr(jax.typeof(x).sharding.mesh, "abstract_device", None)
+  return (getattr(device, "platform", None) or jax.default_backend()) == "cpu"
+
+
+def _in_blocks(kernel: Kernel, arrays: Sequence[jax.Array], moving: int) -> Sequence[jax.Array]:
+  """Applies a kernel to arrays (n, vectors), some vectors at a time."""
+  # A kernel takes scratch memory of ten to twenty times its weights. More vectors at once than keep
+  # a device busy gain nothing; on a CPU a block should fit into the cache. On several devices the
+  # vectors may be spread over all of them, so there are no blocks.
+  n, vectors = arrays[0].shape
+  width = max(1, (_WEIGHTS if _on_cpu(arrays[0]) else _MANY_WEIGHTS) // n)
+  blocks = -(-vectors // width) if jax.device_count() == 1 else 1
+  if blocks == 1:
+    return kernel(*arrays)
+  width = -(-vectors // blocks)
+
+  def one(k: jax.Array, done: Sequence[jax.Array]) -> list[jax.Array]:
+    # The last block overlaps the one before it, and repeats its results.
+    start = jnp.minimum(k * width, vectors - width)
+    blocks = kernel(*(jax.lax.dynamic_slice_in_dim(x, start, width, 1) for x in arrays))
+    return [
+      jax.lax.dynamic_update_slice_in_dim(x, block, start, 1)
+      for x, block in zip(done, blocks, strict=True)
+    ]
+
+  return jax.lax.fori_loop(0, blocks, one, list(map(jnp.zeros_like, arrays[:moving])))
+
+
+def _across_devices(
+  kernel: Kernel,
+  leaves: Sequence[Sequence[jax.Array]],
+  axes: int,
+  mesh: jax.sharding.AbstractMesh,
+) -> list[Sequence[jax.Array]]:
+  """Applies a kernel to sharded leaves, which all cross devices in one exchange, or not at all.
+
+  `leaves`: for each of the kernel's arguments the arrays (*fan_in, *outputs) of all leaves.
+  """
+  first = leaves[0][0]
+  joined = _exchanged(leaves, axes, mesh, _hint(first, axes, mesh.size))
+  moved = kernel(*(x.reshape(-1, *x.shape[axes:]) for x in joined))
+  stacked = [x.reshape(*first.shape[:axes], *x.shape[1:]) for x in moved]
+  apart = [[jax.lax.index_in_dim(x, i, axes, False) for i in range(x.shape[axes])] for x in stacked]
+  return [list(jnp.moveaxis(x, axes, 0)) for x in _exchanged(apart, axes, mesh)]
+
+
+def _mesh_of(arrays: list[jax.Array]) -> jax.sharding.AbstractMesh | None:
+  """The arrays' mesh of several devices, if the compiler chooses its shardings."""
+  meshes = [jax.typeof(x).sharding.mesh for x in arrays if isinstance(x, jax.core.Tracer)]
+  return next((m for m in meshes if m.size > 1 and _arrays.has_auto_axes_only(m)), None)
+
+
+def _exchanged(
+  stacks: Sequence[Sequence[jax.Array]],
+  axes: int,
+  mesh: jax.sharding.AbstractMesh,
+  hint: jax.Array | None = None,
+) -> list[jax.Array]:
+  """Stacks arrays on an axis after the fan-in ones, which are whole on each device."""
+  cast = jax.lax.bitcast_convert_type
+  exchanged: list[Any] = [None] * len(stacks)
+  sizes = [stack[0].dtype.itemsize for stack in stacks]
+  spec = jax.sharding.PartitionSpec(
+    *[None] * axes, *[jax.sharding.PartitionSpec.UNCONSTRAINED] * (stacks[0][0].ndim + 1 - axes)
+  )
+  for size in dict.fromkeys(sizes):
+    of_size = [k for k, item_size in enumerate(sizes) if item_size == size]
+    packed = jnp.stack([cast(x, f"uint{8 * size}") for k in of_size for x in stacks[k]], axes)
+    packed = jax.lax.with_sharding_constraint(packed, jax.sharding.NamedSharding(mesh, spec))
+    if hint is not None:
+      packed = jnp.where(hint, 0, packed)
+    for k, stack in zip(of_size, jnp.split(packed, len(of_size), axes), strict=True):
+      exchanged[k] = cast(stack, stacks[k][0].dtype)
+  return exchanged
+
+
+def _hint(floats: jax.Array, axes: int, devices: int) -> jax.Array | None:
+  """False for each of the first outputs, in an array that is sharded as the longest fan-in axis.
+
+  Shardings are not known under ``jit``. So the compiler carries this one, from the fan-in axis to
+  an array with an entry for each of its shards, and from that to the outputs.
+  """
+  fan_in = int(np.argmax(floats.shape[:axes]))
+  length, outputs = floats.shape[fan_in], math.prod(floats.shape[axes : axes + 1])
+  shards = math.gcd(length, outputs, devices)
+  if shards == 1:
+    return None
+  split = floats.reshape(*floats.shape[:fan_in], shards, -1, *floats.shape[fan_in + 1 :])
+  # XLA 19: `x > inf` is always False, but XLA can't know that, so the sharding is passed on.
+  never = jnp.any(split > jnp.inf, axis=[axis for axis in range(split.ndim) if axis != fan_in])
+  spread = jnp.broadcast_to(never[:, None], (shards, outputs // shards))
+  return spread.reshape(-1, *[1] * (floats.ndim - axes - 1))
+
+
+def auto_sharded(function: Callable[..., Any], like: Any) -> Callable[..., Any]:
+  """Lets the compiler choose the shardings inside a function, also on a mesh with explicit axes.
+
+  On such a mesh JAX would ask how each result of a sort or gather is sharded. The function must not
+  close over arrays. Its results are sharded as `like` is, a tree of arrays like the results.
+  """
+
+  def call(*args: Any) -> Any:
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty and (mesh_of_arrays := _explicit_mesh((like, args))) is not None:
+      with jax.sharding.use_abstract_mesh(mesh_of_arrays):
+        return call(*args)
+    if mesh.empty or jax.sharding.AxisType.Explicit not in mesh.axis_types:
+      return function(*args)
+    shardings = jax.tree.map(lambda x: jax.typeof(x).sharding, like)
+    return jax.sharding.auto_axes(function, out_sharding=shardings)(*args)
+
+  return call
+
+
+def _explicit_mesh(arrays: Any) -> jax.sharding.AbstractMesh | None:
+  """The arrays' mesh with explicit axes, also outside of ``jax.set_mesh``."""
+  # XLA 28: JAX before 0.8 has no way to enter it.
+  if not hasattr(jax.sharding, "use_abstract_mesh"):
+    return None
+  meshes = [jax.typeof(x).sharding.mesh for x in jax.tree.leaves(arrays)]
+  explicit = jax.sharding.AxisType.Explicit
+  return next((m for m in meshes if not m.empty and explicit in m.axis_types), None)
+
+
+def sharded_like(old: jax.Array, new: jax.Array, floats: jax.Array) -> jax.Array:
+  """Returns `new`, with a hint to shard it like `old`; `floats` is any array of their shape.
+
+  The result of a sort or a gather has no sharding of its own. Under ``jit`` `old`'s is not known,
+  but a choice between the two passes it on.
+  """
+  # XLA 19: `x > inf` is always False, but XLA can't know that, so the sharding is passed on.
+  return jnp.where(floats > jnp.inf, old, new)

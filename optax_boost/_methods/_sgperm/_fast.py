@@ -1,0 +1,86 @@
+r"""Two faster ways to permute towards a target; not the paper's.
+
+In a weight vector w of n entries with momentum m and value range R:
+
+  epsilon = R (alpha + 1 / n)
+  t       = w - epsilon m / max |m|        where each position would like its weight to be
+
+  pairs   32 rounds: with c drawn, positions i and (c - i) mod n swap their weights if that brings
+          them into the order of their targets, (w_j - w_i) (t_j - t_i) < 0. Both ends see the same
+          condition, so that a round is a permutation.
+  rank    the position with the r-th smallest target gets the r-th smallest weight
+
+Each swap, and so each round, lowers sum |w - t|^2: by -2 (w_j - w_i) (t_j - t_i). The assignment of
+``rank`` is its minimum over all permutations (the rearrangement inequality); ``pairs`` tends to it.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from optax_boost._foundation import _arrays
+from optax_boost._methods._sgperm import _sorting
+
+# Rounds of "pairs"; more sort hardly better.
+ROUNDS = 32
+# With fewer bits of a weight, too many of a vector would look the same.
+_LEAST_BITS = 16
+
+
+def targets(weights: jax.Array, momentum: jax.Array, alpha: jax.Array) -> jax.Array:
+  """The targets t in at least float32; a momentum of NaN counts as zero."""
+  dtype = _arrays.accumulator_dtype(weights.dtype)
+  bracket = alpha.astype(dtype) + 1 / len(weights)
+  spread = (jnp.max(weights, 0, keepdims=True) - jnp.min(weights, 0, keepdims=True)).astype(dtype)
+  momentum = jnp.where(jnp.isnan(momentum), 0, momentum).astype(dtype)
+  largest = jnp.max(jnp.abs(momentum), axis=0, keepdims=True)
+  # The inner `where` keeps vectors without momentum from dividing by zero.
+  epsilon = jnp.where(largest > 0, spread * bracket, 0)
+  return weights.astype(dtype) - epsilon * (momentum / jnp.where(largest > 0, largest, 1))
+
+
+def pairs(weights: jax.Array, target: jax.Array, bits: jax.Array) -> jax.Array:
+  """Swaps pairs of weights towards their targets, a round for each of the random `bits` (uint32).
+
+  Returns for each position the one whose weight it receives.
+  """
+  n = weights.shape[0]
+  shifts = (bits % n).astype(jnp.int32)
+  place_bits = (n - 1).bit_length()
+  places = jax.lax.broadcasted_iota(jnp.int32, weights.shape, 0)
+
+  def swap(k: jax.Array, moved: list[jax.Array]) -> list[jax.Array]:
+    def partner(x: jax.Array) -> jax.Array:
+      # x[(c - i) mod n]: no gather, which sharded or on an accelerator is slow.
+      return jnp.roll(jnp.flip(x, 0), shifts[k] + 1, 0)
+
+    partners, partner_target = [partner(x) for x in moved], partner(target)
+    weight, partner_weight = moved[0], partners[0]
+    # Compared, and not multiplied: a product of differences may underflow.
+    swaps = (partner_weight > weight) & (partner_target < target)
+    swaps |= (partner_weight < weight) & (partner_target > target)
+    return [jnp.where(swaps, y, x) for x, y in zip(moved, partners, strict=True)]
+
+  # A round moves memory and hardly computes. So weight and place go as one integer where there is
+  # room; a weight's order among the n of its vector needs no more of its bits.
+  if 32 - place_bits < _LEAST_BITS:
+    return jax.lax.fori_loop(0, len(bits), swap, [weights, places])[1]
+  packed = (_levels(weights, 32 - place_bits) << place_bits) | places
+  (packed,) = jax.lax.fori_loop(0, len(bits), swap, [packed])
+  return packed & ((1 << place_bits) - 1)
+
+
+def _levels(weights: jax.Array, bits: int) -> jax.Array:
+  """Each weight's level among equally spaced ones, as signed integers of `bits` bits."""
+  # Counted in floats, where all of them are exact.
+  bits = min(bits, 24)
+  dtype = _arrays.accumulator_dtype(weights.dtype)
+  low = jnp.min(weights, axis=0, keepdims=True).astype(dtype)
+  high = jnp.max(weights, axis=0, keepdims=True).astype(dtype)
+  share = (weights.astype(dtype) - low) / jnp.where(high > low, high - low, 1)
+  level = jnp.nan_to_num(share * (2**bits - 1))
+  return level.astype(jnp.int32) - 2 ** (bits - 1)
+
+
+def ranks(x: jax.Array) -> jax.Array:
+  """Each entry's rank in its column, equal ones in natural order; no NaN."""
+  return _sorting.inverse(_sorting.argsort(x))

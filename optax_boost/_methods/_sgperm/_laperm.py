@@ -1,0 +1,222 @@
+r"""LaPerm: free training, brought back to a permutation of the initial weights every k steps.
+
+For each weight vector w (the n weights that lead into one output) with initial values v:
+
+  w <- w + u                          u from the inner optimizer, at each step
+  w_i <- v_(r),  r the rank of w_i    every k steps: the r-th smallest of v where the r-th smallest
+                                      of w is
+
+Of all permutations of v this is the nearest to w in the Euclidean norm: arXiv:2006.07541.
+"""
+
+from collections.abc import Callable
+import functools
+from typing import Any
+from typing import Literal
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optax_boost._form import _protocol
+from optax_boost._form import _transformation
+from optax_boost._foundation import _arrays
+from optax_boost._foundation import _base
+from optax_boost._foundation import _conditional
+from optax_boost._foundation import _types
+from optax_boost._methods._sgperm import _execution
+from optax_boost._methods._sgperm import _fast
+from optax_boost._methods._sgperm import _layout
+from optax_boost._methods._sgperm import _sorting
+from optax_boost._trace import _layer_axes
+
+_METHOD = "laperm"
+
+
+@_protocol.declares(exact=("permuted_params",), exact_if=("synced",), outcome=("made",))
+class LapermState(NamedTuple):
+  """State of :func:`laperm`: two copies of the params and the inner state.
+
+  Leaves that are excluded are ``optax.MaskedNode()`` in the two trees.
+
+  Attributes:
+    count: scalar int32, the number of inner steps made.
+    synced: scalar bool, whether the last of them ended in a permutation.
+    permuted_params: the exact params of the last synchronization.
+    permutation: as in :func:`sgperm`'s state, of the last synchronization.
+    inner_state: the inner optimizer's state.
+    made: scalar bool, whether the last call made a step.
+  """
+
+  count: jax.Array  # type: ignore[assignment]  # hides the method of tuples
+  synced: jax.Array
+  permuted_params: optax.Params
+  permutation: Any
+  inner_state: optax.OptState
+  made: jax.Array
+
+
+def laperm(
+  inner: optax.GradientTransformation,
+  sync_every: int | jax.Array | Callable[[jax.Array], jax.typing.ArrayLike],
+  *,
+  exclude: _types.LeafSelector = None,
+  layout: Literal["flax", "torch"] = "flax",
+  layers: _layer_axes.LayerAxes | None = None,
+) -> optax.GradientTransformationExtraArgs:
+  r"""Trains freely and, every few steps, returns to a permutation of the initial weights.
+
+  At a synchronization each weight vector, as in :func:`sgperm`, gets its initial values back, in
+  the order of the trained ones: of all their permutations the nearest, to the bit with
+  :func:`make_train_step` and :func:`apply_gradients`, and within one rounding with
+  ``optax.apply_updates``. Between two synchronizations params are not a permutation: evaluate and
+  save :func:`permuted_params` of the state, the params of the last one.
+
+  A vector whose initial weights are all equal, such as a zero bias, returns to them, which undoes
+  its training: exclude such leaves, or start them at random. Weights that become NaN count as the
+  largest of their vector. A step whose updates are all zero, as between two inner steps of
+  ``accumulate`` and after an overflow under a loss scale, is not counted. Inside ``shard_map``
+  leaves must be whole: a permutation counts their entries.
+
+  Args:
+    inner: an optimizer that descends, with its learning rate. Its state is not reset.
+    sync_every: inner steps from one synchronization to the next, or a function of the number of
+      inner steps made, with which it can grow: a synchronization follows the steps whose number is
+      a multiple. Raising it trains more freely.
+    exclude: the leaves that `inner` trains alone, as in :func:`lars`.
+    layout: where a kernel has its output axis, if `layers` does not tell: ``"flax"``, last;
+      ``"torch"``, first.
+    layers: what :func:`layer_axes` returns. None: the extra argument `layers` of ``update``, which
+      the train step passes.
+
+  Returns:
+    An :class:`optax.GradientTransformationExtraArgs` that needs `params` and hands its extra
+    arguments to `inner`. Its updates have the wider of the dtypes of params and inner updates.
+
+  Raises:
+    ValueError: in ``init``: weights that are not finite, or an :func:`average_params` inside.
+
+  Examples:
+    >>> import jax, jax.numpy as jnp, optax, optax_boost
+    >>> params = {"kernel": jax.random.normal(jax.random.key(0), (16, 4))}
+    >>> x = jax.random.normal(jax.random.key(1), (64, 16))
+    >>> y = x @ jax.random.permutation(jax.random.key(2), params["kernel"])
+    >>> loss = lambda p: jnp.mean((x @ p["kernel"] - y) ** 2)
+    >>> tx = optax_boost.laperm(optax.adam(0.1), sync_every=10)
+    >>> @jax.jit
+    ... def step(params, state):
+    ...   return optax_boost.apply_gradients(tx, jax.grad(loss)(params), state, params)
+    >>> trained, state = params, tx.init(params)
+    >>> for _ in range(100):
+    ...   trained, state = step(trained, state)
+    >>> bool(loss(optax_boost.permuted_params(state).params) < 0.01 * loss(params))
+    True
+
+  References:
+    Qiu, Suda, `Train-by-Reconnect: Decoupling Locations of Weights from Their Values
+    <https://arxiv.org/abs/2006.07541>`_, 2020.
+  """
+  inner = _base.check_transformation("inner", inner)
+  if not callable(sync_every):
+    _base.check_whole_number("sync_every", sync_every)
+  cutter = _layout.Cutter(_METHOD, layout, layers, exclude)
+  return _Laperm(inner, sync_every, cutter).transformation()
+
+
+class _Laperm(NamedTuple):
+  """The checked arguments of :func:`laperm`."""
+
+  inner: optax.GradientTransformationExtraArgs
+  sync_every: Any
+  cutter: _layout.Cutter
+
+  def transformation(self) -> optax.GradientTransformationExtraArgs:
+    return _transformation.transformation(
+      _METHOD,
+      LapermState,
+      self.init,
+      self.step,
+      wraps=(self.inner,),
+      needs_params=True,
+      rebuild=lambda inner: self._replace(inner=inner).transformation(),
+    )
+
+  def init(self, params: optax.Params) -> LapermState:
+    layouts = self.cutter.for_init(params)
+    leaves, structure = jax.tree.flatten(params)
+    pairs = list(zip(layouts, leaves, strict=True))
+    masked = [optax.MaskedNode() if lay.excluded else x for lay, x in pairs]
+    permuted = jax.tree.unflatten(structure, masked)
+    return LapermState(
+      count=jnp.zeros([], jnp.int32),
+      synced=jnp.ones([], bool),
+      permuted_params=_arrays.copy_arrays(permuted),
+      permutation=jax.tree.map(_layout.identity, permuted),
+      inner_state=self.inner.init(params),
+      made=jnp.zeros([], bool),
+    )
+
+  def step(
+    self, updates: optax.Updates, state: LapermState, params: optax.Params, **extra_args: Any
+  ) -> tuple[optax.Updates, LapermState]:
+    layers = extra_args.get("layers")
+    layouts = self.cutter.for_update(state, params, layers)
+    updates, inner_state = self.inner.update(updates, state.inner_state, params, **extra_args)
+    structure: Any = jax.tree.structure(params)
+    steps = structure.flatten_up_to(updates)
+    made = jnp.asarray(_protocol.made_step(state.inner_state, inner_state))
+    count = _arrays.increment_if(made, state.count)
+    due = made & (count % self._period(state.count) == 0)
+
+    permuted = [i for i, lay in enumerate(layouts) if not lay.excluded]
+    currents = [jax.tree.leaves(params)[i] for i in permuted]
+    permuted_steps = [
+      steps[i].astype(jnp.promote_types(steps[i].dtype, w.dtype))
+      for i, w in zip(permuted, currents, strict=True)
+    ]
+    weights = [state.permuted_params, state.permutation]
+    synchronize = functools.partial(_synchronize, [layouts[i] for i in permuted])
+    # Sorts run only when they are due.
+    permuted_steps, weights = _conditional.cond(
+      due, synchronize, lambda *lists: lists[:2], permuted_steps, weights, currents
+    )
+    for i, u in zip(permuted, permuted_steps, strict=True):
+      steps[i] = u
+    return jax.tree.unflatten(structure, steps), LapermState(
+      count=count,
+      synced=jnp.where(made, due, state.synced),
+      permuted_params=weights[0],
+      permutation=weights[1],
+      inner_state=inner_state,
+      made=made,
+    )
+
+  def _period(self, count: jax.Array) -> jax.Array:
+    """The steps between synchronizations, a scalar int32 of at least 1."""
+    period = self.sync_every(count) if callable(self.sync_every) else self.sync_every
+    if jnp.ndim(period) != 0:
+      raise ValueError(
+        "`sync_every` must return a scalar, the number of steps between two synchronizations; got"
+        f" an array of shape {jnp.shape(period)}."
+      )
+    return jnp.maximum(jnp.asarray(period, jnp.int32), 1)
+
+
+def _synchronize(
+  layouts: list[_layout.Layout], steps: list[jax.Array], weights: list[Any], params: list[jax.Array]
+) -> tuple[list[jax.Array], list[Any]]:
+  """The updates that lead to the permutation nearest to free steps, and the weights there."""
+  trained = optax.apply_updates(params, steps)
+  moved = _execution.permute(_to_nearest, (), layouts, params, weights, [trained])
+  return list(map(_layout.difference, steps, params, jax.tree.leaves(moved[0]))), moved
+
+
+def _to_nearest(layouts: Any, args: Any, weights: Any, trained: Any) -> Any:
+  def kernel(values: jax.Array, entries: jax.Array, trained: jax.Array) -> list[jax.Array]:
+    # NaN counts as the largest.
+    ranks = _fast.ranks(jnp.where(jnp.isnan(trained), jnp.inf, trained))
+    source = _sorting.gather(_sorting.argsort(values), ranks)
+    return _execution.gather([values, entries], source)
+
+  return _execution.together(kernel, layouts, weights, trained)

@@ -1,0 +1,318 @@
+"""Models that are permuted initial params: exact params, integers, and their file."""
+
+from collections.abc import Sequence
+import math
+import os
+from typing import Any
+from typing import NamedTuple
+import zipfile
+import zlib
+
+import jax
+from jax.experimental import multihost_utils
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from optax_boost._form import _protocol
+from optax_boost._foundation import _arrays
+from optax_boost._foundation import _base
+from optax_boost._foundation import _files
+from optax_boost._foundation import _masking
+from optax_boost._foundation import _tree
+from optax_boost._methods._sgperm import _execution
+
+
+class PermutedParams(NamedTuple):
+  """A model that :func:`sgperm` or :func:`laperm` trained; :func:`permuted_params` returns it.
+
+  Attributes:
+    params: exactly a permutation of the initial params; leaves that the method doesn't permute are
+      as in the params that :func:`permuted_params` was given, or ``optax.MaskedNode()``.
+    permutation: int32 of the same shapes: for each entry of a leaf, which entry of the raveled
+      initial leaf it holds. With the initial params, these integers are the whole model. Leaves
+      that the method doesn't permute are ``optax.MaskedNode()``.
+
+  Examples:
+    >>> import pathlib, tempfile, jax, jax.numpy as jnp, optax_boost
+    >>> init = lambda seed: {"kernel": jax.random.normal(jax.random.key(seed), (30, 20))}
+    >>> tx = optax_boost.sgperm(method="rank")
+    >>> grads, params = jax.tree.map(jnp.sin, init(7)), init(7)
+    >>> params, state = optax_boost.apply_gradients(tx, grads, tx.init(params), params)
+    >>> model = optax_boost.permuted_params(state)
+    >>> path = pathlib.Path(tempfile.mkdtemp()) / "model.npz"
+    >>> model.save(path)
+    >>> again = optax_boost.PermutedParams.load(path, init(7))
+    >>> bool(jnp.all(again.params["kernel"] == params["kernel"]))
+    True
+  """
+
+  params: optax.Params
+  permutation: Any
+
+  @classmethod
+  def from_initial(cls, initial: optax.Params, permutation: Any) -> "PermutedParams":
+    """Permutes initial params.
+
+    Args:
+      initial: the params that the training started from.
+      permutation: a tree like `initial` of integers; ``optax.MaskedNode()`` leaves a leaf as it is.
+
+    Returns:
+      The model, whose params are exact.
+
+    Raises:
+      ValueError: the integers are not a permutation of these params: another tree or shape, or an
+        index is out of range or occurs twice (checked outside ``jit``).
+    """
+    leaves, structure = jax.tree.flatten(initial, is_leaf=_tree.is_masked)
+    paths = _tree.leaf_paths(initial, _tree.is_masked)
+    indices = _aligned(permutation, initial)
+    permuted = [
+      _permuted(_tree.leaf_name(path), leaf, index)
+      for path, leaf, index in zip(paths, leaves, indices, strict=True)
+    ]
+    return cls(jax.tree.unflatten(structure, permuted), permutation)
+
+  def save(self, path: str | os.PathLike[str]) -> None:
+    """Writes the integers to one npz file, without the initial values; it is replaced as a whole.
+
+    Of each weight the file holds its value's place among the distinct values of its vector, in 8,
+    16 or 32 bits, deflated. Leaves that are not permuted are written whole. If several processes
+    have parts of the arrays, all must call it.
+
+    Args:
+      path: the file, by custom ``*.npz``.
+
+    Raises:
+      ValueError: a leaf is masked.
+      OSError: the file can't be written; an old one is unchanged.
+    """
+    arrays: dict[str, Any] = {}
+    paths = _tree.leaf_paths(self.params, _tree.is_masked)
+    leaves = jax.tree.leaves(self.params, is_leaf=_tree.is_masked)
+    indices = jax.tree.leaves(self.permutation, is_leaf=_tree.is_masked)
+    for name, x, index in zip(paths, leaves, indices, strict=True):
+      if _tree.is_masked(x):
+        raise ValueError(
+          "`PermutedParams.save` needs the values of leaves that are not permuted; got none for the"
+          f" leaf '{_tree.leaf_name(name)}'. Call `permuted_params(opt_state, params)`."
+        )
+      values = _on_this_host(x)
+      if _tree.is_masked(index):
+        arrays[f"values/{name}"] = _widened(values)
+        continue
+      axes = _moving_axes(_on_this_host(index))
+      arrays[f"ranks/{name}"] = _dense_ranks(_columns(_bits(values), axes))
+      arrays[f"axes/{name}"] = np.array(axes, np.int8)
+      arrays[f"checksum/{name}"] = _checksum(values)
+    _files.write_atomically(path, lambda file: np.savez_compressed(file, **arrays))
+
+  @classmethod
+  def load(cls, path: str | os.PathLike[str], initial: optax.Params) -> "PermutedParams":
+    """Reads a file of :meth:`save`.
+
+    Args:
+      path: the file.
+      initial: the params that the training started from. JAX's random numbers may differ between
+        versions and implementations; a checksum of each leaf finds that.
+
+    Returns:
+      The model, equal to the saved one to the bit, in the dtypes and on the devices of `initial`.
+
+    Raises:
+      FileNotFoundError: the file doesn't exist.
+      ValueError: the file is damaged or of another kind, or `initial` are other params.
+    """
+    arrays = _read(path)
+    leaves, structure = jax.tree.flatten(initial)
+    names, saved = _tree.leaf_paths(initial), {name.partition("/")[2] for name in arrays}
+    if set(names) != saved:
+      raise ValueError(
+        f"`initial` must be the params that the training started from; '{os.fspath(path)}' has the"
+        f" leaves {_base.shorten(sorted(saved))}, and `initial` {_base.shorten(names)}."
+      )
+    loaded = [_decoded(arrays, name, leaf) for name, leaf in zip(names, leaves, strict=True)]
+    values, permutation = zip(*loaded, strict=True)
+    return cls(jax.tree.unflatten(structure, values), jax.tree.unflatten(structure, permutation))
+
+
+def permuted_params(
+  opt_state: optax.OptState, params: optax.Params | None = None
+) -> PermutedParams:
+  """The model in an optimizer state of :func:`sgperm` or :func:`laperm`.
+
+  Args:
+    opt_state: the state of any chain or wrapper that holds one of the two. Of ``laperm`` the result
+      is the last synchronization.
+    params: the params to take leaves from that were masked out or excluded.
+
+  Returns:
+    The :class:`PermutedParams`. Permuted leaves have the dtype that the method trained, under
+    ``master_weights`` the masters'.
+
+  Raises:
+    ValueError: the state holds neither or several; or `params` are others; or the state is one of a
+      population (map over it with ``jax.vmap``).
+
+  Examples:
+    >>> import jax.numpy as jnp, optax_boost
+    >>> params = {"bias": jnp.array([0.25, 0.5, 0.125])}
+    >>> tx = optax_boost.sgperm(alpha=1.0, method="rank")
+    >>> grads = {"bias": jnp.array([1.0, 0.0, -1.0])}
+    >>> _, state = tx.update(grads, tx.init(params), params)
+    >>> model = optax_boost.permuted_params(state)
+    >>> model.params["bias"].tolist(), model.permutation["bias"].tolist()
+    ([0.125, 0.25, 0.5], [2, 0, 1])
+  """
+  states: list[Any] = list(_protocol.declaring_states(opt_state, "exact"))
+  if len(states) != 1:
+    raise ValueError(
+      "`permuted_params` needs a state with exactly one of `sgperm` and `laperm` in it; got"
+      f" {len(states)}. Pass the part of the optimizer state that belongs to one of them."
+    )
+  _base.require_one_run(states[0].count, "permuted_params")
+  # Copied: a train step that donates its state would take these arrays with it.
+  exact, permutation = _arrays.copy_arrays((states[0].permuted_params, states[0].permutation))
+  if params is None:
+    return PermutedParams(exact, permutation)
+  leaves, structure = jax.tree.flatten(params, is_leaf=_tree.is_masked)
+  pairs = zip(leaves, _aligned(exact, params), strict=True)
+  values = [p if _tree.is_masked(x) else x for p, x in pairs]
+  trees = (values, _aligned(permutation, params))
+  return PermutedParams(*(jax.tree.unflatten(structure, tree) for tree in trees))
+
+
+def _on_this_host(x: Any) -> np.ndarray:
+  """An array on this host; where processes have parts of it, all must call this."""
+  if _arrays.is_whole_here(x):
+    return np.asarray(x)
+  return np.asarray(multihost_utils.process_allgather(x, tiled=True))
+
+
+def _aligned(tree: Any, params: optax.Params) -> list[Any]:
+  """The leaves of a tree like the params, in the order of the params'."""
+  leaves = _masking.leaves_like(tree, params)
+  if leaves is None:
+    raise ValueError(
+      f"`params` must be of the tree that was permuted, {jax.tree.structure(tree)}; got"
+      f" {jax.tree.structure(params)}."
+    )
+  return leaves
+
+
+def _permuted(name: str, start: Any, index: Any) -> Any:
+  """A leaf after a permutation of its entries, which is checked."""
+  if _tree.is_masked(start) or _tree.is_masked(index):
+    return start
+  integers = jnp.issubdtype(jnp.result_type(index), jnp.integer)
+  if not integers or jnp.shape(index) != jnp.shape(start):
+    raise ValueError(
+      f"`permutation` must hold integers of the params' shapes; the leaf '{name}' is"
+      f" {jnp.result_type(index)} of shape {jnp.shape(index)} for params of shape"
+      f" {jnp.shape(start)}. Pass the `permutation` of these params."
+    )
+  check_indices(index, jnp.size(start), "permutation", name)
+  if not jnp.size(start):
+    # XLA 20: JAX fails to gather from it on explicit axes of a mesh that is not set.
+    return jnp.array(start)
+  return _execution.auto_sharded(lambda x, i: jnp.ravel(x)[i], start)(start, index)
+
+
+def check_indices(index: Any, size: int, argument: str, name: str) -> None:
+  """Refuses integers (`size`, ...) whose columns don't hold 0 to `size` - 1 once, if known."""
+  if isinstance(index, jax.core.Tracer) or not size or not _arrays.is_whole_here(index):
+    return
+  columns = np.sort(np.asarray(index).reshape(size, -1), axis=0)
+  wrong = columns[columns != np.arange(size)[:, None]]
+  if wrong.size:
+    raise ValueError(
+      f"`{argument}` must hold each index from 0 to {size - 1} of the leaf '{name}' once; got"
+      f" {wrong[0]} out of range or more than once, so that weights would be lost."
+    )
+
+
+def _read(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
+  """The arrays of a file."""
+  try:
+    with open(path, "rb") as file:
+      loaded = np.load(file, allow_pickle=False)
+      if isinstance(loaded, np.ndarray):
+        raise ValueError("it is a single array")
+      return dict(loaded)
+  except (ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+    raise ValueError(
+      f"`PermutedParams.load` needs a file of `PermutedParams.save`; '{os.fspath(path)}' is damaged"
+      f" or of another kind: {error}. Save the model again."
+    ) from error
+
+
+def _decoded(arrays: dict[str, np.ndarray], name: str, leaf: Any) -> tuple[Any, Any]:
+  """A leaf's values and permutation, from its initial values."""
+  start, sharding = _on_this_host(leaf), jnp.asarray(leaf).sharding
+  values = arrays.get(f"values/{name}")
+  if values is not None and values.shape == start.shape:
+    return _arrays.put(values.astype(start.dtype), sharding), optax.MaskedNode()
+  axes = arrays[f"axes/{name}"].tolist() if f"axes/{name}" in arrays else None
+  if axes is not None and all(axis < start.ndim for axis in axes):
+    ranks, first = arrays[f"ranks/{name}"], _columns(_bits(start), axes)
+    if ranks.shape == first.shape:
+      # Equal values keep their order: any order gives the same params.
+      entries = _columns(np.arange(start.size, dtype=np.int32).reshape(start.shape), axes)
+      by_rank = np.argsort(ranks, axis=0, kind="stable")
+      by_start = np.argsort(first, axis=0, kind="stable")
+      moved = np.empty_like(entries)
+      np.put_along_axis(moved, by_rank, np.take_along_axis(entries, by_start, 0), 0)
+      index = np.empty_like(entries, shape=start.shape)
+      index.reshape(-1)[entries] = moved
+      values = start.reshape(-1)[index]
+      if _checksum(values) == arrays[f"checksum/{name}"]:
+        return _arrays.put(values, sharding), _arrays.put(index, sharding)
+  raise ValueError(
+    "`initial` must be the params that the training started from; the leaf"
+    f" '{_tree.leaf_name(name)}', {start.shape}, is another. Make them with the same function"
+    " and seed, and the same version and implementation of the random numbers."
+  )
+
+
+def _moving_axes(index: np.ndarray) -> list[int]:
+  """The axes along which a permutation moves entries: at most the weight vectors'."""
+  if not index.size:
+    return []
+  place = np.indices(index.shape, sparse=True)
+  start = np.unravel_index(index, index.shape)
+  return [axis for axis in range(index.ndim) if np.any(start[axis] != place[axis])]
+
+
+def _columns(x: np.ndarray, axes: Sequence[int]) -> np.ndarray:
+  """A leaf with its weight vectors, which run along `axes`, as columns."""
+  front = np.moveaxis(x, axes, range(len(axes)))
+  length = math.prod(front.shape[: len(axes)])
+  return front.reshape(length, math.prod(front.shape[len(axes) :]))
+
+
+def _dense_ranks(columns: np.ndarray) -> np.ndarray:
+  """Each entry's rank among the distinct ones of its column, in the smallest unsigned integers."""
+  order = np.argsort(columns, axis=0, kind="stable")
+  ordered = np.take_along_axis(columns, order, 0)
+  classes = np.zeros(columns.shape, np.int64)
+  np.cumsum(ordered[1:] != ordered[:-1], axis=0, out=classes[1:])
+  ranks = np.empty_like(classes)
+  np.put_along_axis(ranks, order, classes, 0)
+  return ranks.astype(np.min_scalar_type(np.max(classes, initial=0)))
+
+
+def _bits(x: np.ndarray) -> np.ndarray:
+  """Floats as unsigned integers, which tell the two zeros apart."""
+  return np.ascontiguousarray(x).view(f"u{x.dtype.itemsize}").reshape(x.shape)
+
+
+def _widened(x: np.ndarray) -> np.ndarray:
+  """An array in a dtype of NumPy's own."""
+  floating = jnp.issubdtype(x.dtype, jnp.floating)
+  return x.astype(_arrays.accumulator_dtype(x.dtype)) if floating else x
+
+
+def _checksum(values: np.ndarray) -> np.uint32:
+  """A checksum that is the same for params in half precision and their masters."""
+  return np.uint32(zlib.crc32(_widened(values).tobytes()))

@@ -1,0 +1,435 @@
+r"""SGPerm: training by permuting weights.
+
+For each weight vector w (the n weights that lead into one output), its value range R and a
+gradient g:
+
+  m <- momentum_lr g + momentum m       recommendations: increase where m < 0, decrease where m > 0
+  subsets of floor(lamda n) weights are drawn; in a subset with k nonzero recommendations
+  epsilon = R (alpha + 1 / k)           no weight may change by more
+  for each weight, by falling |m|: the nearest cycle of moves, each as its weight recommends and
+  within epsilon, is carried out; a weight moves at most once per step
+
+"Nearest" means, down to ties and roundings, as in SGPerm.py, the program of arXiv:2003.02570. With
+distinct weights the cycle has a closed form: from a weight that wants to increase, the nearest
+larger one that wants to decrease and all between (and the mirror image of this), if within epsilon.
+"""
+
+from collections.abc import Sequence
+import dataclasses
+import functools
+from typing import Any
+from typing import Literal
+from typing import NamedTuple
+import zlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from optax_boost._form import _finiteness
+from optax_boost._form import _protocol
+from optax_boost._form import _transformation
+from optax_boost._foundation import _arrays
+from optax_boost._foundation import _base
+from optax_boost._foundation import _tree
+from optax_boost._methods._sgperm import _device
+from optax_boost._methods._sgperm import _execution
+from optax_boost._methods._sgperm import _fast
+from optax_boost._methods._sgperm import _host
+from optax_boost._methods._sgperm import _layout
+from optax_boost._methods._sgperm import _permuted_params
+from optax_boost._methods._sgperm import _schedules
+from optax_boost._methods._sgperm import _sorting
+from optax_boost._trace import _layer_axes
+
+_METHOD = "sgperm"
+
+
+@_protocol.declares(metrics=("sgperm/notfinite_count",), exact=("permuted_params",))
+class SgpermState(NamedTuple):
+  """State of :func:`sgperm`: three copies of the params, four with ``method="rank"``.
+
+  Attributes:
+    count: scalar int32, the number of steps made.
+    alpha: scalar, the last step's alpha.
+    lamda: scalar, the last step's lamda.
+    key: raw key data, from which each step draws its subsets or pairs.
+    momentum: the recommendations, in at least float32.
+    permuted_params: the exact params after the last step; they share no memory with the params.
+    permutation: int32 of the params' shapes: for each entry of a leaf, which entry of the raveled
+      initial leaf it holds now.
+    ranks: with ``method="rank"`` int32 of the params' shapes, the weights' ranks in their vectors;
+      else ``()``.
+    ranked_axes: scalar int32, a checksum of the axes of these vectors; 0 before the first step.
+    notfinite_count: scalar int32, the steps with a gradient entry that was not finite.
+  """
+
+  count: jax.Array  # type: ignore[assignment]  # hides the method of tuples
+  alpha: jax.Array
+  lamda: jax.Array
+  key: jax.Array
+  momentum: optax.Updates
+  permuted_params: optax.Params
+  permutation: Any
+  ranks: Any
+  ranked_axes: jax.Array
+  notfinite_count: jax.Array
+
+
+def sgperm(
+  alpha: jax.typing.ArrayLike = 0.2,
+  lamda: jax.typing.ArrayLike = 0.1,
+  *,
+  beta1: jax.typing.ArrayLike = 0.99,
+  beta2: jax.typing.ArrayLike = 1.005,
+  alpha_min: jax.typing.ArrayLike = 0.01,
+  lamda_max: jax.typing.ArrayLike = 0.5,
+  momentum_lr: jax.typing.ArrayLike = 0.01,
+  momentum: jax.typing.ArrayLike = 0.9,
+  partition_size_min: int = 10,
+  include_partition_remainder: bool = True,
+  method: Literal["exact", "pairs", "rank"] = "exact",
+  backend: Literal["auto", "device", "host"] = "auto",
+  key: jax.Array | int | None = None,
+  layout: Literal["flax", "torch"] = "flax",
+  layers: _layer_axes.LayerAxes | None = None,
+) -> optax.GradientTransformationExtraArgs:
+  r"""Trains by permuting the weights that lead into each output; no value ever changes.
+
+  A whole model is its initial weights, which may come from a seed, and integers: see
+  :class:`PermutedParams`. Three methods of permuting:
+
+  - ``"exact"``: the published algorithm, weight for weight, with equal bits on the device and on
+    the host, which on a CPU is faster if numba is installed (``pip install ".[host]"`` in a clone).
+  - ``"pairs"``: not the paper's. Drawn pairs of weights swap if that brings them into the order of
+    their targets :math:`w - R (\alpha + 1/n)\, m / \max |m|`. No sort: many times faster.
+  - ``"rank"``: not the paper's. The weights are handed out in the order of those targets.
+
+  It takes plain gradients and returns the difference to the permuted weights: no scaling of updates
+  and no weight decay may follow it in a chain. With :func:`make_train_step` and
+  :func:`apply_gradients` params are exactly a permutation of the initial ones, to the bit. With
+  ``optax.apply_updates`` they stay within one rounding of it: ``p + (q - p)`` is not always ``q``.
+
+  A weight vector holds the weights into one output, in each layer and expert: along the fan-in that
+  :func:`make_train_step` reads from its trace of the loss. In a loop of your own pass `layers`:
+  without it, vectors run along all axes but the output axis, and only Flax's attention projections
+  are known, by name. A bias is one vector. Leaves that should not be permuted, such as BatchNorm's,
+  go to another optimizer by ``optax.partition``. A gradient entry that is not finite leaves its
+  momentum unchanged.
+
+  Args:
+    alpha: how far a weight may move in one step, as a share of its vector's range, before the
+      schedule. Raising it makes larger steps.
+    lamda: the size of a subset as a share of its vector, before the schedule. Raising it finds
+      more moves and costs more; at 1 there is a single subset. ``"exact"`` only.
+    beta1: factor of alpha at the start of each step, at most 1.
+    beta2: factor of lamda at the start of each step.
+    alpha_min: lower bound of alpha.
+    lamda_max: upper bound of lamda.
+    momentum_lr: weight of the gradient in the momentum; counts relative to the old momentum.
+    momentum: raising it averages gradients over more steps.
+    partition_size_min: the least size of a subset. Static.
+    include_partition_remainder: whether the last, smaller subset of a vector takes part.
+    method: see above.
+    backend: where ``"exact"`` runs. ``"auto"``: on the host if that is a CPU, has numba, and JAX
+      sees one device; else on the device. The host kernel gathers sharded leaves on one device.
+    key: a key of ``jax.random.key`` or a seed. Not needed for ``"rank"``, nor if lamda is 1 in
+      every step: `lamda` and `lamda_max` are 1, and `beta2` at least 1.
+    layout: where a kernel has its output axis, if `layers` does not tell: ``"flax"``, last;
+      ``"torch"``, first.
+    layers: what :func:`layer_axes` returns. None: the extra argument `layers` of ``update``, which
+      the train step passes.
+
+  Returns:
+    An :class:`optax.GradientTransformationExtraArgs` that needs `params`. Its updates have the
+    wider of the dtypes of params and gradients. The extra argument `partitions` replays recorded
+    ones: a tree like the params of int32 (n, vectors), each vector's positions after the shuffle.
+
+  Raises:
+    ValueError: the key is missing; in ``init`` outside of ``jit``: weights that are not finite.
+
+  Examples:
+    >>> import jax, jax.numpy as jnp, numpy as np, optax_boost
+    >>> params = {"kernel": jax.random.normal(jax.random.key(0), (16, 4))}
+    >>> x = jax.random.normal(jax.random.key(1), (64, 16))
+    >>> y = x @ jax.random.permutation(jax.random.key(2), params["kernel"])
+    >>> step = optax_boost.make_train_step(
+    ...   lambda p, batch: jnp.mean((x @ p["kernel"] - y) ** 2),
+    ...   optax_boost.sgperm(alpha=0.2, momentum=0.5, method="rank"),
+    ... )
+    >>> state = step.init(jax.tree.map(jnp.copy, params))
+    >>> for _ in range(50):
+    ...   state, metrics = step(state, None)
+    >>> bool(metrics["loss"] < 0.1 * jnp.mean((x @ params["kernel"] - y) ** 2))
+    True
+    >>> np.array_equal(*(np.sort(p["kernel"], axis=0) for p in (state.params, params)))
+    True
+
+  References:
+    Qiu, Suda, `Permute to Train <https://arxiv.org/abs/2003.02570>`_, 2020.
+
+  .. note::
+    SGPerm.py orders equal recommendations by an unstable sort, and draws subsets for each vector;
+    this function reverses a stable sort, and vectors of the same length share one draw by the order
+    of their weights, equal ones in natural order. Leaves of any rank are permuted. Inside
+    ``shard_map`` they must be whole: a permutation counts the entries of the whole leaf.
+  """
+  _base.check_number("alpha", alpha, minimum=0.0)
+  _base.check_number("lamda", lamda, positive=True, maximum=1.0)
+  _base.check_number("beta1", beta1, positive=True, maximum=1.0)
+  _base.check_number("beta2", beta2, positive=True)
+  _base.check_number("alpha_min", alpha_min, minimum=0.0)
+  _base.check_number("lamda_max", lamda_max, positive=True, maximum=1.0)
+  _base.check_number("momentum_lr", momentum_lr, positive=True)
+  _base.check_number("momentum", momentum, minimum=0.0, below=1.0)
+  _base.check_whole_number("partition_size_min", partition_size_min, static=True)
+  _base.check_bool("include_partition_remainder", include_partition_remainder)
+  _base.check_name("method", method, ("exact", "pairs", "rank"))
+  _base.check_name("backend", backend, ("auto", "device", "host"))
+  schedules = _schedules.Schedules(alpha, lamda, beta1, beta2, alpha_min, lamda_max)
+  draws = method == "pairs" or (method == "exact" and not schedules.always_whole)
+  if key is None and draws:
+    raise ValueError(
+      f"`{_METHOD}` draws {'pairs' if method == 'pairs' else 'subsets'} and needs a `key`; got"
+      " none. Pass `key=jax.random.key(...)` or a seed."
+    )
+  transform = _Sgperm(
+    cutter=_layout.Cutter(_METHOD, layout, layers),
+    schedules=schedules,
+    momentum=_schedules.as_float(momentum),
+    momentum_lr=_schedules.as_float(momentum_lr),
+    least=partition_size_min,
+    remainder=include_partition_remainder,
+    method=method,
+    backend=backend,
+    key=_base.as_key("key", 0 if key is None else key),
+  )
+  return _transformation.transformation(
+    _METHOD, SgpermState, transform.init, transform.step, needs_params=True
+  )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sgperm:
+  """The transformation; its fields are as the arguments of :func:`sgperm`."""
+
+  cutter: _layout.Cutter
+  schedules: _schedules.Schedules
+  momentum: Any
+  momentum_lr: Any
+  least: int
+  remainder: bool
+  method: str
+  backend: str
+  key: jax.Array
+
+  def init(self, params: optax.Params) -> SgpermState:
+    self.cutter.for_init(params)
+    count = jnp.zeros([], jnp.int32)
+    ranked = self.method == "rank"
+    return SgpermState(
+      count=count,
+      alpha=self.schedules.alpha(count),
+      lamda=self.schedules.lamda(count),
+      key=jnp.array(jax.random.key_data(self.key)),
+      momentum=_arrays.zeros_like_wide(params),
+      permuted_params=_arrays.copy_arrays(params),
+      permutation=jax.tree.map(_layout.identity, params),
+      ranks=optax.tree.zeros_like(params, dtype=jnp.int32) if ranked else (),
+      ranked_axes=jnp.zeros([], jnp.int32),
+      notfinite_count=jnp.zeros([], jnp.int32),
+    )
+
+  def step(
+    self,
+    updates: optax.Updates,
+    state: SgpermState,
+    params: optax.Params,
+    *,
+    partitions: Any = None,
+    layers: _layer_axes.LayerAxes | None = None,
+  ) -> tuple[optax.Updates, SgpermState]:
+    layouts = self.cutter.for_update(state, params, layers)
+    momentum, notfinite = self._new_momentum(updates, state.momentum)
+    ranked_axes = zlib.crc32(repr([lay.fan_in for lay in layouts]).encode()) >> 1
+    exact, permutation, *ranks = _execution.permute(
+      self._run,
+      (state.count, state.key, state.ranked_axes != ranked_axes),
+      layouts,
+      jax.tree.leaves(params),
+      [state.permuted_params, state.permutation, *([state.ranks] if self.method == "rank" else [])],
+      [momentum, *_orders_to_replay(partitions, updates, layouts)],
+    )
+    steps = _tree.map_leaves(_layout.difference, updates, params, exact)
+    return steps, state._replace(
+      count=optax.safe_increment(state.count),
+      alpha=self.schedules.alpha(state.count),
+      lamda=self.schedules.lamda(state.count),
+      momentum=momentum,
+      permuted_params=exact,
+      permutation=permutation,
+      ranks=ranks[0] if ranks else (),
+      ranked_axes=jnp.int32(ranked_axes),
+      notfinite_count=_arrays.increment_if(notfinite, state.notfinite_count),
+    )
+
+  def _new_momentum(self, updates: Any, momentum: Any) -> tuple[Any, jax.Array]:
+    """The new momentum, in which an entry whose gradient is not finite keeps its old value.
+
+    An entry that a finite gradient would carry beyond the range keeps its old value, too. Also
+    returns whether a gradient entry was not finite.
+    """
+
+    def add(g: jax.Array, m: jax.Array) -> jax.Array:
+      new = (self.momentum_lr * g.astype(m.dtype) + self.momentum * m).astype(m.dtype)
+      good = _finiteness.finite_entries(g) & _finiteness.finite_entries(new)
+      return jnp.where(good, new, m)
+
+    return jax.tree.map(add, updates, momentum), jnp.logical_not(_finiteness.all_finite(updates))
+
+  def _run(
+    self,
+    layouts: Sequence[_layout.Layout],
+    args: tuple[jax.Array, jax.Array, jax.Array],
+    weights: Sequence[Sequence[jax.Array]],
+    fixed: Sequence[Sequence[jax.Array]],
+  ) -> list[Sequence[jax.Array]]:
+    """The new weights, entries and, with ``method="rank"``, ranks of each leaf.
+
+    `weights`: the old ones. `fixed`: the leaf's momentum and perhaps its partitions.
+    """
+    count, key, unranked = args
+    bits = self._random_bits(count, key, layouts)
+    alpha = self.schedules.alpha(count)
+
+    def pairs(values: jax.Array, entries: jax.Array, momentum: jax.Array) -> list[jax.Array]:
+      source = _fast.pairs(values, _fast.targets(values, momentum, alpha), bits)
+      return _execution.gather([values, entries], source)
+
+    def rank(
+      values: jax.Array, entries: jax.Array, ranks: jax.Array, momentum: jax.Array
+    ) -> list[jax.Array]:
+      # The first step may get other axes of layers than `init` knew; then the ranks are unknown.
+      order = jax.lax.cond(
+        unranked, lambda: _sorting.argsort(values), lambda: _sorting.inverse(ranks)
+      )
+      new_ranks = _fast.ranks(_fast.targets(values, momentum, alpha))
+      return [*_execution.gather([values, entries], _sorting.gather(order, new_ranks)), new_ranks]
+
+    def exact(
+      values: jax.Array, entries: jax.Array, momentum: jax.Array, *partitions: jax.Array
+    ) -> list[jax.Array]:
+      # Outputs that are sharded stay so if they come before the leaves in the axis of vectors.
+      shape = jnp.moveaxis(values, 1, -1).shape
+
+      def columns(x: jax.Array) -> jax.Array:
+        return jnp.moveaxis(x, 1, -1).reshape(len(x), -1)
+
+      sizes = self.schedules.sizes(len(values), self.least)
+      work = self._work(count, bits, columns(values), columns(momentum), *map(columns, partitions))
+      source = _device.permute(work, sizes=sizes, remainder=self.remainder)
+      return _execution.gather([values, entries], jnp.moveaxis(source.reshape(shape), -1, 1))
+
+    if self.method != "exact" or not self._on_host():
+      kernels: dict[str, _execution.Kernel] = {"exact": exact, "pairs": pairs, "rank": rank}
+      return _execution.together(kernels[self.method], layouts, weights, fixed)
+    columns = [
+      [lay.columns(x) for x in arrays] for lay, arrays in zip(layouts, weights, strict=True)
+    ]
+    works = [
+      self._work(count, bits, values, *map(lay.columns, fixed_arrays))
+      for lay, (values, _), fixed_arrays in zip(layouts, columns, fixed, strict=True)
+    ]
+    sources = _called_back(works, self.remainder)
+    return [_execution.gather(arrays, x) for arrays, x in zip(columns, sources, strict=True)]
+
+  def _random_bits(
+    self, count: jax.Array, key: jax.Array, layouts: Sequence[_layout.Layout]
+  ) -> jax.Array:
+    """Random words, one draw that all leaves share: weights never move between vectors."""
+    drawn = [lay.length for lay in layouts if self.method == "exact" and self._draws(lay.length)]
+    most = _fast.ROUNDS if self.method == "pairs" else max(drawn, default=0)
+    step_key = jax.random.wrap_key_data(key, impl=jax.random.key_impl(self.key))
+    return jax.random.bits(jax.random.fold_in(step_key, count), (most,), jnp.uint32)
+
+  def _draws(self, n: int) -> bool:
+    """Whether vectors of n weights are cut into subsets in some step."""
+    return self.schedules.sizes(n, self.least)[0] < n
+
+  def _work(
+    self,
+    count: jax.Array,
+    bits: jax.Array,
+    values: jax.Array,
+    momentum: jax.Array,
+    order: Any = None,
+  ) -> _host.Work:
+    """The inputs of an exact step of columns; without an `order` one is drawn from `bits`."""
+    n = len(values)
+    if order is None:
+      order = _sorting.argsort(bits[:n]) if self._draws(n) else jnp.arange(n, dtype=jnp.int32)
+    size = self.schedules.size(count, n, self.least)
+    brackets = self.schedules.brackets(count, n).astype(values.dtype)
+    return _host.Work(values, momentum, order, size, brackets)
+
+  def _on_host(self) -> bool:
+    """Whether the exact step runs on the host."""
+    if self.backend != "auto":
+      return self.backend == "host"
+    # The host kernel is faster on a CPU, but gathers sharded leaves.
+    alone = jax.default_backend() == "cpu" and jax.device_count() == 1
+    return alone and _host.have_numba()
+
+
+# Jitted and with a sharding hint, because outside of a jit the results of a callback would not be
+# on the mesh of the weights.
+@functools.partial(jax.jit, static_argnums=1)
+def _called_back(works: list[_host.Work], remainder: bool) -> list[jax.Array]:
+  shapes = [jax.ShapeDtypeStruct(work.weights.shape, jnp.int32) for work in works]
+  callback = functools.partial(_permute_on_host, remainder=remainder)
+  sources = jax.pure_callback(callback, shapes, works, vmap_method="broadcast_all")
+  return [
+    _execution.sharded_like(jnp.zeros_like(source), source, work.weights)
+    for source, work in zip(sources, works, strict=True)
+  ]
+
+
+def _permute_on_host(works: list[_host.Work], *, remainder: bool) -> list[np.ndarray]:
+  """The exact step of each leaf; ``vmap`` may have put more axes before those of the leaf."""
+  results = []
+  for work in works:
+    arrays = jax.tree.map(np.asarray, work)
+    sources = np.empty(arrays.weights.shape, np.int32)
+    for index in np.ndindex(sources.shape[:-2]):
+      one = jax.tree.map(lambda x, index=index: x[index], arrays)
+      sources[index] = _host.permute(one, remainder=remainder)
+    results.append(sources)
+  return results
+
+
+def _orders_to_replay(
+  partitions: Any, updates: Any, layouts: list[_layout.Layout]
+) -> list[list[jax.Array]]:
+  """The extra argument `partitions` as a list of one list, each array in its leaf's shape.
+
+  An empty list if the partitions are drawn.
+  """
+  if partitions is None:
+    return []
+  structure: Any = jax.tree.structure(updates)
+  if jax.tree.structure(partitions) != structure:
+    raise ValueError(
+      f"`partitions` must have the tree structure of the params; got"
+      f" {jax.tree.structure(partitions)} for {structure}."
+    )
+  orders = jax.tree.leaves(partitions)
+  for lay, order in zip(layouts, orders, strict=True):
+    dtype = jnp.result_type(order)
+    if jnp.shape(order) != (lay.length, lay.vectors) or not jnp.issubdtype(dtype, jnp.integer):
+      raise ValueError(
+        f"`partitions` must hold integers of shape (n, vectors), for the leaf '{lay.name}'"
+        f" {(lay.length, lay.vectors)}; got {dtype} of shape {jnp.shape(order)}."
+      )
+    _permuted_params.check_indices(order, lay.length, "partitions", lay.name)
+  return [[lay.leaf(jnp.asarray(x, jnp.int32)) for lay, x in zip(layouts, orders, strict=True)]]

@@ -1,0 +1,314 @@
+r"""SVRG and alpha-SVRG: variance-reduced gradients from a snapshot and its full gradient.
+
+For params w, a snapshot s of earlier ones, and a batch B:
+
+  v = g - a (h - mu)
+
+  g    gradient of the loss on B at w
+  h    gradient of the loss on B at s
+  mu   full gradient at s: the mean over all of the data, each example counting once
+  a    coefficient, scalar: 1 is SVRG, 0 leaves g alone
+  v    corrected gradient, with the same mean over batches as g
+
+While s is near w, h varies with the batch as g does, so g - h varies less than g. Measured by
+
+  variance_ratio = sum |v - mu|^2 / sum |g - mu|^2      over the steps since the last refresh
+"""
+
+from collections.abc import Callable
+from typing import Any
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optax_boost._form import _finiteness
+from optax_boost._form import _protocol
+from optax_boost._form import _transformation
+from optax_boost._foundation import _arrays
+from optax_boost._foundation import _base
+from optax_boost._foundation import _conditional
+from optax_boost._foundation import _full_gradient
+from optax_boost._foundation import _masking
+from optax_boost._foundation import _tree
+
+_METHOD = "svrg"
+
+
+@_protocol.declares(metrics=("variance_ratio", "svrg/notfinite_count"), requests=("full_gradient",))
+class SvrgState(NamedTuple):
+  """State of :func:`svrg`.
+
+  Attributes:
+    snapshot: a copy of the params at the last refresh, or at ``init``, sharded like them.
+    full_gradient: the full gradient at the snapshot, in float32 (float64 for float64); zeros before
+      the first refresh.
+    count: scalar int32, the number of steps made.
+    refresh_count: scalar int32, the number of refreshes; while it is 0, gradients pass unchanged.
+    squared_deviations: vector of two, the sums over the steps since the last refresh of
+      ``|v - mu|^2`` and ``|g - mu|^2``.
+    variance_ratio: scalar, the first sum over the second: about the corrected gradient's variance
+      over the plain one's. 0 is a perfect correction, above 1 it does harm.
+    notfinite_count: scalar int32, the refreshes that were not made, and the steps in which a part
+      of the correction was left out, because numbers were not finite.
+  """
+
+  snapshot: optax.Params
+  full_gradient: optax.Updates
+  count: jax.Array  # type: ignore[assignment]  # hides the method of tuples
+  refresh_count: jax.Array
+  squared_deviations: jax.Array
+  variance_ratio: jax.Array
+  notfinite_count: jax.Array
+
+  def with_full_gradient(self, params: optax.Params, full_gradient: optax.Updates) -> "SvrgState":
+    """The state after a refresh at `params`, whose mean gradient over the data was taken."""
+    # Inside `optax.masked` the state lacks the leaves that the mask hides.
+    params = _masked_like(self.snapshot, params, "params")
+    full_gradient = _masked_like(self.snapshot, full_gradient, "full_gradient")
+    _check_state(self, params, "refresh_svrg")
+    return _renew(self, params, full_gradient)
+
+
+def _correct(g: Any, h: Any, a: jax.Array, state: SvrgState) -> tuple[optax.Updates, SvrgState]:
+  """The corrected gradients v, and the state after this step."""
+
+  def corrected(g: jax.Array, h: jax.Array, mu: jax.Array) -> jax.Array:
+    return g.astype(mu.dtype) - a.astype(mu.dtype) * (h.astype(mu.dtype) - mu)
+
+  def squares(of: Callable[..., jax.Array]) -> jax.Array:
+    """The sum of ``|of(g, h, mu) - mu|^2``."""
+    sums = [jnp.zeros([], state.squared_deviations.dtype)]
+    for leaves in _arrays.stackable_leaves(g, h, state.full_gradient):
+      deviations = [of(g, h, mu) - mu for g, h, mu in zip(*leaves, strict=True)]
+      sums.append(_arrays.sum_squares_together(deviations).astype(sums[0].dtype))
+    return jnp.sum(jnp.stack(sums))
+
+  squared = jnp.stack([squares(corrected), squares(lambda g, h, mu: g.astype(mu.dtype))])
+  finite = jnp.isfinite(squared)
+  total = state.squared_deviations + jnp.where(jnp.all(finite), squared, 0)
+  # The inner `where` keeps the untaken branch from dividing by zero.
+  known = total[1] > 0
+  ratio = jnp.where(known, total[0] / jnp.where(known, total[1], 1), state.variance_ratio)
+
+  def in_range(g: jax.Array, h: jax.Array, mu: jax.Array) -> jax.Array:
+    v = corrected(g, h, mu)
+    return jnp.where(_finiteness.finite_entries(v), v, g.astype(v.dtype)).astype(g.dtype)
+
+  return jax.tree.map(in_range, g, h, state.full_gradient), state._replace(
+    count=optax.safe_increment(state.count),
+    squared_deviations=total,
+    variance_ratio=ratio,
+    notfinite_count=_arrays.increment_if(finite[1] & ~finite[0], state.notfinite_count),
+  )
+
+
+@jax.jit
+def _renew(state: SvrgState, params: Any, full: Any) -> SvrgState:
+  """The state after a refresh; if a number is not finite, the refresh is only counted."""
+  good = _finiteness.all_finite((params, full))
+
+  def chosen(new: jax.Array, old: jax.Array) -> jax.Array:
+    return jnp.where(good, new.astype(old.dtype), old)
+
+  return state._replace(
+    snapshot=jax.tree.map(chosen, params, state.snapshot),
+    full_gradient=jax.tree.map(chosen, full, state.full_gradient),
+    refresh_count=_arrays.increment_if(good, state.refresh_count),
+    squared_deviations=jnp.where(good, 0, state.squared_deviations),
+    notfinite_count=_arrays.increment_if(~good, state.notfinite_count),
+  )
+
+
+def svrg(
+  refresh_every: int | None, coefficient: optax.ScalarOrSchedule = 1.0
+) -> optax.GradientTransformationExtraArgs:
+  r"""Reduces the variance of gradients with a snapshot and its full gradient.
+
+  .. math::
+    v = \nabla f_B(w) - \alpha \left( \nabla f_B(s) - \mu \right), \qquad
+    \mu = \frac{1}{n} \sum_{i=1}^{n} \nabla f_i(s)
+
+  for the batch :math:`B`, the params :math:`w` and their snapshot :math:`s`. It goes first in a
+  chain, before ``optax.masked`` and ``optax.partition``, and needs the plain gradient. On convex
+  problems the error shrinks geometrically at a constant learning rate, where SGD stalls. Deep
+  networks gain little: compare with SGD given the same work.
+
+  Each step costs a second gradient. The snapshot is renewed in one of two ways:
+
+  - On the host: ``svrg(refresh_every=None)`` with ``step.refresh(state, batches)`` of a train step,
+    or with :func:`full_gradient` and :func:`refresh_svrg`. For streamed data, and for convolutional
+    networks on CPUs, where XLA is slow on convolutions inside control flow.
+  - Inside the step: ``svrg(refresh_every=n)`` calls the extra argument
+    ``full_grad_fn(params) -> grads`` on steps 0, n, 2n, ... under ``lax.cond``. For data on the
+    device; see :func:`full_gradient`, `stacked`.
+
+  Until the first refresh gradients pass unchanged. If an entry of the snapshot gradient is not
+  finite, it is not corrected; a refresh with a number that is not finite is not made. Both are
+  counted. A gradient that is not finite stays so and leaves no trace in the state.
+
+  Args:
+    refresh_every: steps from one refresh inside ``update`` to the next, about one to five epochs.
+      Raising it saves full passes; the snapshot grows stale. None: on the host only.
+    coefficient: :math:`\alpha`, a number >= 0 or a schedule of the step count. Raising it trusts
+      the snapshot more; 1 is SVRG. alpha-SVRG, for deep networks, lets it fall over the whole
+      training: ``optax.linear_schedule(0.75, 0.0, steps)``.
+
+  Returns:
+    An :class:`optax.GradientTransformationExtraArgs` that needs `params` and the extra argument
+    ``grad_fn(params) -> grads``, as ``make_train_step`` supplies: the gradient on the batch of the
+    updates, with the same dropout masks and statistics. Neither it nor `full_grad_fn` may update
+    statistics. Updates have the gradients' dtype.
+
+  Examples:
+    >>> import functools, jax, jax.numpy as jnp, optax, optax_boost
+    >>> x = jax.random.normal(jax.random.key(0), (8, 4, 3))  # 8 batches of 4 examples
+    >>> data = {"x": x, "y": jnp.sin(5 * x[..., 0])}
+    >>> def loss_fn(w, batch):
+    ...   return jnp.mean((batch["x"] @ w - batch["y"]) ** 2)
+    >>> step = optax_boost.make_train_step(
+    ...   loss_fn,
+    ...   optax.chain(optax_boost.svrg(refresh_every=16), optax.sgd(0.1)),
+    ...   full_grad_fn=functools.partial(optax_boost.full_gradient, stacked=True, batches=data),
+    ... )
+    >>> state = step.init(jnp.zeros(3))
+    >>> for t in range(320):
+    ...   state, metrics = step(state, jax.tree.map(lambda a: a[t % 8], data))
+    >>> optimum = jnp.linalg.lstsq(x.reshape(-1, 3), data["y"].ravel())[0]
+    >>> bool(jnp.abs(state.params - optimum).max() < 1e-5)
+    True
+
+  References:
+    Johnson, Zhang, `Accelerating Stochastic Gradient Descent using Predictive Variance Reduction
+    <https://papers.nips.cc/paper/4937>`_, 2013.
+    Yin, Xu, Li, Darrell, Liu, `A Coefficient Makes SVRG Effective
+    <https://arxiv.org/abs/2311.05589>`_, 2025.
+
+  .. note::
+    Inside ``optax.masked`` and ``optax.partition`` a snapshot of a part of the params is biased,
+    and your own `grad_fn` and `full_grad_fn` must fill in the hidden leaves. Inside
+    ``optax.MultiSteps`` only the last batch is corrected.
+  """
+  if refresh_every is not None:
+    _base.check_whole_number("refresh_every", refresh_every)
+  _base.check_learning_rate(coefficient, "coefficient")
+
+  def init(params: optax.Params) -> SvrgState:
+    dtype = _arrays.widest_dtype(params)
+    return SvrgState(
+      snapshot=_arrays.copy_arrays(params),
+      full_gradient=_arrays.zeros_like_wide(params),
+      count=jnp.zeros([], jnp.int32),
+      refresh_count=jnp.zeros([], jnp.int32),
+      squared_deviations=jnp.zeros(2, dtype),
+      variance_ratio=jnp.ones([], dtype),
+      notfinite_count=jnp.zeros([], jnp.int32),
+    )
+
+  def step(
+    g: optax.Updates, state: SvrgState, w: Any, *, grad_fn: Any = None, full_grad_fn: Any = None
+  ) -> tuple[optax.Updates, SvrgState]:
+    _check_state(state, w, _METHOD)
+    purpose = "a function from params to the gradient on the current batch"
+    _base.require_extra(grad_fn, "grad_fn", _METHOD, purpose)
+    if refresh_every is not None:
+      state = _refresh_if_due(state, w, full_grad_fn, state.count % refresh_every == 0)
+    a = coefficient(state.count) if callable(coefficient) else coefficient
+    a = jnp.where(state.refresh_count > 0, a, 0.0)
+    h = _gradients_at(state.snapshot, grad_fn, "grad_fn")
+    return _correct(g, h, a, state)
+
+  return _transformation.transformation(_METHOD, SvrgState, init, step, needs_params=True)
+
+
+def _refresh_if_due(state: SvrgState, params: Any, full_grad_fn: Any, due: jax.Array) -> SvrgState:
+  if full_grad_fn is None:
+    raise ValueError(
+      "`svrg(refresh_every=...)` needs the extra argument `full_grad_fn` (a function from params"
+      " to the mean gradient over all of the data); got none. Pass `full_grad_fn=...` to"
+      " `optax_boost.make_train_step` or to `tx.update`; or refresh on the host, with"
+      " `refresh_every=None` and `step.refresh(state, batches)`."
+    )
+
+  def renewed() -> SvrgState:
+    return _renew(state, params, _gradients_at(params, full_grad_fn, "full_grad_fn"))
+
+  return _conditional.cond(due, renewed, lambda: state)
+
+
+def _gradients_at(params: Any, function: Callable[[Any], Any], name: str) -> Any:
+  """Calls `grad_fn` or `full_grad_fn`, also with params some of whose leaves are masked."""
+  masked = any(map(_tree.is_masked, jax.tree.leaves(params, is_leaf=_tree.is_masked)))
+  try:
+    gradients = function(params)
+  except Exception as error:
+    if not masked:
+      raise
+    raise ValueError(
+      f"`svrg` inside `optax.masked` or `optax.partition` calls `{name}` with params whose hidden"
+      f" leaves are `optax.MaskedNode()`, and it raised {type(error).__name__}. Put `svrg` first in"
+      " the chain, outside of them; or let the function fill in the hidden leaves from the whole"
+      " params, as `optax_boost.make_train_step` does."
+    ) from error
+  if masked:
+    gradients = _masked_like(params, gradients, name)
+  _full_gradient.check_gradients(gradients, params, name)
+  return gradients
+
+
+def _masked_like(masked: Any, tree: Any, name: str) -> Any:
+  """A tree whose leaves are hidden where those of `masked` are."""
+  try:
+    return _masking.mask_like(tree, masked)
+  except (ValueError, TypeError) as error:
+    raise ValueError(
+      f"`{name}` must give a tree of the params' structure, with `optax.MaskedNode()` for hidden"
+      f" leaves or without; got {jax.tree.structure(tree)} for params"
+      f" {jax.tree.structure(masked)}."
+    ) from error
+
+
+def _check_state(state: SvrgState, params: Any, method: str) -> None:
+  """Refuses params for which the state was not made."""
+  if not _tree.same_shapes(params, state.snapshot):
+    got = _base.shorten(jax.tree.map(jnp.shape, params))
+    shapes = _base.shorten(jax.tree.map(jnp.shape, state.snapshot))
+    raise ValueError(
+      f"`{method}` needs the params that its state was made for; got the shapes {got} for {shapes}."
+      " Start from `tx.init(params)`."
+    )
+
+
+def refresh_svrg(
+  opt_state: optax.OptState, params: optax.Params, full_gradient: optax.Updates
+) -> optax.OptState:
+  """Renews the snapshot and the full gradient in an optimizer state, on the host or under jit.
+
+  Args:
+    opt_state: the state of any chain with :func:`svrg`; of several, all are renewed.
+    params: the params at which the full gradient was taken; they are copied.
+    full_gradient: from :func:`full_gradient`. If it or `params` is not finite, the snapshot stays
+      and `notfinite_count` grows.
+
+  Returns:
+    The new optimizer state; its other parts are not copied.
+
+  Examples:
+    >>> import jax, jax.numpy as jnp, optax, optax_boost
+    >>> params = jnp.ones(2)
+    >>> tx = optax.chain(optax_boost.svrg(refresh_every=None), optax.sgd(0.1))
+    >>> state = optax_boost.refresh_svrg(tx.init(params), params, jnp.full(2, 0.5))
+    >>> optax.tree.get(state, "full_gradient").tolist(), optax.tree.get(state, "refresh_count")
+    ([0.5, 0.5], Array(1, dtype=int32))
+  """
+  _base.require_params(params, "refresh_svrg")
+  _tree.check_floating(params, "refresh_svrg", _tree.CLOSE_OVER)
+  _full_gradient.check_gradients(full_gradient, params, "full_gradient")
+  if not _tree.find_states(opt_state, SvrgState):
+    raise ValueError(
+      "`refresh_svrg` needs an optimizer state with a SvrgState in it; got"
+      f" {_base.shorten(jax.tree.structure(opt_state), 400)}. Is `optax_boost.svrg` part of the"
+      " chain?"
+    )
+  return _protocol.renew_full_gradients(opt_state, params, full_gradient)

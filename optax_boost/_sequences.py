@@ -1,0 +1,433 @@
+r"""Sequence length warm-up: training sequences that begin short and grow to full length.
+
+  L                    the full sequence length, in tokens
+  l_1 < ... < l_k = L  the lengths of the schedule; each divides L
+  B                    the number of sequences in a batch
+
+A step at length l trains on the same tokens as a step at full length: each of the B sequences is
+cut into L / l windows, which makes a batch of B L / l sequences. Attention costs less in short
+windows, and a model learns the nearest tokens first. In the field this is called sequence length
+warm-up, context window scheduling, or a curriculum of sequence lengths.
+
+Sources: Li, Zhang & He, "The Stability-Efficiency Dilemma", arXiv:2108.06084 (DeepSpeed; it
+truncates sequences); Zhu et al., "SkyLadder", arXiv:2503.15450 (it masks attention).
+"""
+
+from collections.abc import Mapping
+from collections.abc import Sequence
+import dataclasses
+import math
+import re
+from typing import Any
+from typing import Literal
+from typing import TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from optax_boost._foundation import _base
+from optax_boost._foundation import _tree
+
+# Each length is a shape of the batch, for which a train step is compiled.
+_MOST_LENGTHS = 5
+_FIRST_SHARE = 8
+# How a leaf of a batch is cut: along an axis, or both axes of a mask of pairs, or as a word says.
+LeafAxes: TypeAlias = int | tuple[int, int] | Literal["positions", "repeat", "keep"]
+_WORDS = ("positions", "repeat", "keep")
+# Of probabilities in bfloat16, when they are summed.
+_ROUNDING = 1e-2
+
+
+@dataclasses.dataclass(frozen=True)
+class LengthSchedule:
+  """The sequence length of each step; made by :func:`sequence_length_warmup`, or directly.
+
+  Attributes:
+    lengths: the lengths in tokens, ascending; at most five, each of which divides the last.
+    starts: the first step of each length, ascending from 0.
+  """
+
+  lengths: tuple[int, ...]
+  starts: tuple[int, ...]
+
+  def __post_init__(self) -> None:
+    for name in ("lengths", "starts"):
+      values = getattr(self, name)
+      if not (isinstance(values, Sequence) and values and all(map(_base.is_integer, values))):
+        raise TypeError(f"`{name}` must be a tuple of integers; got {_base.shorten(values)}.")
+      object.__setattr__(self, name, tuple(map(int, values)))
+      if list(values) != sorted(set(values)):
+        raise ValueError(f"`{name}` must ascend; got {self.__dict__[name]}.")
+    if len(self.lengths) != len(self.starts) or self.starts[0] != 0:
+      raise ValueError(
+        "`starts` must be the first step of each length, beginning with 0; got"
+        f" lengths={self.lengths}, starts={self.starts}."
+      )
+    if len(self.lengths) > _MOST_LENGTHS:
+      raise ValueError(
+        f"`lengths` must be at most {_MOST_LENGTHS}, since a train step is compiled for each; got"
+        f" {self.lengths}."
+      )
+    for length in self.lengths:
+      _check_length("lengths", length, self.full_length)
+
+  @property
+  def full_length(self) -> int:
+    """The last length, in tokens."""
+    return self.lengths[-1]
+
+  def __call__(self, step: Any) -> int:
+    """The sequence length at a step, an optimizer step counted from 0, not a micro-step.
+
+    Raises:
+      TypeError: `step` is traced: a length is a shape, so it must be known outside ``jit``.
+    """
+    _base.check_whole_number("step", step, minimum=0)
+    concrete = _base.concrete_number(step)
+    if concrete is None:
+      raise TypeError(
+        "`step` must be known outside `jit`, for the length is a shape of the batch; got a traced"
+        " array. Cut the batch before the compiled step: step_fn(cut_sequences(batch, ...))."
+      )
+    return self.lengths[int(np.searchsorted(self.starts, int(concrete), side="right")) - 1]
+
+
+def sequence_length_warmup(
+  full_length: int,
+  total_steps: int,
+  *,
+  first_length: int | None = None,
+  warmup_fraction: float = 0.5,
+  growth: Literal["linear", "doubling"] = "linear",
+) -> LengthSchedule:
+  r"""A schedule of sequence lengths that at least double until they are full.
+
+  With ``growth="linear"`` a length :math:`l_i` begins where a length that grows linearly from
+  :math:`l_1` to :math:`L` over the warm-up reaches it, at the share
+  :math:`(l_i - l_1) / (L - l_1)` of the warm-up; with ``"doubling"`` where one that grows
+  exponentially does, so that each doubling takes equally many steps.
+
+  Args:
+    full_length: the full sequence length L in tokens: the number of positions of which a loss
+      predicts the next token, one less than the tokens that it reads.
+    total_steps: the number of optimizer steps of the training.
+    first_length: the first length, a divisor of L and at least L / 16. Lowering it makes the first
+      steps cheaper and shows them less context. None: the least divisor of L from L / 8 on.
+    warmup_fraction: the share of the steps before L is reached, > 0 and < 1. Raising it makes the
+      training cheaper, and leaves fewer steps to learn from long contexts: 0.75 trains learned
+      positions of the last half too little.
+    growth: ``"linear"`` or ``"doubling"``; the second stays short for longer.
+
+  Returns:
+    A :class:`LengthSchedule`, a function of the step alone; a resumed training goes on with it.
+
+  Raises:
+    ValueError: `first_length` doesn't divide `full_length` or is too small, or `full_length` has no
+      divisor to begin with.
+
+  Examples:
+    >>> import optax_boost
+    >>> schedule = optax_boost.sequence_length_warmup(128, total_steps=1000)
+    >>> schedule.lengths, schedule.starts
+    ((16, 32, 64, 128), (0, 71, 214, 500))
+    >>> schedule(100)
+    32
+
+  References:
+    Li, Zhang & He, `arXiv:2108.06084 <https://arxiv.org/abs/2108.06084>`_; Zhu et al.,
+    `arXiv:2503.15450 <https://arxiv.org/abs/2503.15450>`_.
+  """
+  for name, value in {"full_length": full_length, "total_steps": total_steps}.items():
+    _base.check_whole_number(name, value, static=True)
+  _base.check_number("warmup_fraction", warmup_fraction, positive=True, below=1.0)
+  _base.check_name("growth", growth, ("linear", "doubling"))
+  divisors = [n for n in range(1, full_length + 1) if full_length % n == 0]
+  if first_length is None:
+    first_length = next(n for n in divisors if _FIRST_SHARE * n >= full_length)
+    if first_length == full_length:
+      raise ValueError(
+        f"`full_length` must have a divisor from {math.ceil(full_length / _FIRST_SHARE)} to"
+        f" {full_length // 2}, the first length; got {full_length}. Take sequences whose length is"
+        " a multiple of 8, with one token more if the loss cuts one off."
+      )
+  _check_length("first_length", first_length, full_length)
+  if first_length * 2 ** (_MOST_LENGTHS - 1) < full_length or first_length == full_length:
+    raise ValueError(
+      f"`first_length` must be below `full_length` {full_length}, and at least a sixteenth of it;"
+      f" got {first_length}."
+    )
+  lengths = [first_length]
+  while lengths[-1] < full_length:
+    lengths.append(next(n for n in divisors if n >= 2 * lengths[-1]))
+  scale = (lambda n: n) if growth == "linear" else math.log
+  span = scale(full_length) - scale(first_length)
+  shares = [warmup_fraction * (scale(n) - scale(first_length)) / span for n in lengths]
+  starts = [math.floor(share * total_steps) for share in shares]
+  # If several lengths would begin in one step of a short training, keep the last.
+  kept = [i for i, start in enumerate(starts) if start not in starts[i + 1 :]]
+  return LengthSchedule(tuple(lengths[i] for i in kept), tuple(starts[i] for i in kept))
+
+
+def cut_sequences(
+  batch: Any,
+  length: int,
+  full_length: int,
+  axes: Mapping[str, LeafAxes] | None = None,
+) -> Any:
+  """Cuts each sequence of a batch into windows, which become sequences of a larger batch.
+
+  Axis 0 is the batch's. By default each leaf is cut along axis 1, if this axis has L or L + 1
+  entries and no later one has; every other leaf must be named in `axes`. All tokens are kept, and
+  windows of one sequence lie side by side, so a batch that is sharded over its sequences stays so,
+  without communication. Leaves of L + 1 tokens, of which a loss takes inputs and targets, give
+  windows of `length` + 1 that overlap by one.
+
+  Args:
+    batch: a tree of NumPy or JAX arrays, with B sequences along axis 0; also traced ones, under
+      ``jit``. Stacked micro-batches are cut by ``jax.vmap``.
+    length: of the windows, in tokens, a divisor of L; static. At L the batch is returned as it is.
+    full_length: L, the sequence length in tokens; static.
+    axes: how to cut leaves, by regular expressions that match whole segments of their paths: the
+      axis of L or L + 1 entries; two such axes, for a mask of pairs of tokens, of which the
+      windows' own blocks are kept; ``"positions"``, to cut positions along axis 1 and let them
+      begin at 0 in each window; ``"repeat"``, to give a value of each sequence to all of its
+      windows; ``"keep"``, for an array that isn't of sequences. An id is right for the windows of
+      its sequence; a label seldom is, and a length isn't: pass a mask of tokens instead.
+
+  Returns:
+    The batch, with B L / `length` sequences. Scalars and leaves that aren't arrays are unchanged.
+
+  Raises:
+    TypeError: `length` is traced, or a leaf is an array of another library.
+    ValueError: `length` doesn't divide L; a leaf must be named; each row of a leaf sums to 1, as
+      probabilities of L classes do, and it isn't named; leaves have unequal numbers of sequences;
+      `axes` has a pattern that matches no leaf, or an axis of another length.
+
+  Examples:
+    >>> import numpy as np, optax_boost
+    >>> batch = {"tokens": np.arange(9)[None], "document": np.array([7])}
+    >>> batch = optax_boost.cut_sequences(batch, 4, 8, axes={"document": "repeat"})
+    >>> batch["tokens"]
+    array([[0, 1, 2, 3, 4],
+           [4, 5, 6, 7, 8]])
+    >>> batch["document"]
+    array([7, 7])
+  """
+  return cut(batch, length, full_length, axes, reads_values=True)
+
+
+def cut(
+  batch: Any,
+  length: int,
+  full_length: int,
+  axes: Mapping[str, LeafAxes] | None,
+  *,
+  reads_values: bool,
+) -> Any:
+  """Like :func:`cut_sequences`; asks about leaves of classes only if it `reads_values`."""
+  _base.check_whole_number("full_length", full_length, static=True)
+  _check_length("length", length, full_length)
+  leaves, structure = jax.tree.flatten(batch)
+  paths = _tree.leaf_paths(batch)
+  found = [
+    _treatment(path, leaf, named, full_length, reads_values)
+    for path, leaf, named in zip(paths, leaves, match_axes(axes, paths), strict=True)
+  ]
+  treatments = _check_named(paths, leaves, found, full_length, axes or {})
+  _check_sequences(paths, leaves, treatments)
+  if length == full_length:
+    return batch
+  windows = [
+    leaf if how == "keep" else _windows(leaf, how, length, full_length)
+    for leaf, how in zip(leaves, treatments, strict=True)
+  ]
+  return jax.tree.unflatten(structure, windows)
+
+
+def _check_length(name: str, length: Any, full_length: int) -> None:
+  _base.check_whole_number(name, length, static=True)
+  if full_length % length:
+    raise ValueError(
+      f"`{name}` must divide the full length {full_length}, so that windows keep all tokens; got"
+      f" {length}."
+    )
+
+
+def match_axes(axes: Mapping[str, LeafAxes] | None, paths: list[str]) -> list[LeafAxes | None]:
+  """What `axes` says of each leaf, or None; checks the argument."""
+  if axes is None:
+    return [None] * len(paths)
+  _base.check_type("axes", axes, Mapping, "a dict from regular expressions to axes")
+  for pattern, how in axes.items():
+    pair = isinstance(how, tuple) and len(how) == 2 and all(map(_base.is_integer, how))
+    if not (_base.is_integer(how) or pair or (isinstance(how, str) and how in _WORDS)):
+      raise TypeError(
+        "`axes` must give each pattern an axis, two axes, 'positions', 'repeat' or 'keep'; got"
+        f" {_base.shorten(how)} for {pattern!r}."
+      )
+  treatments = list(axes.values())
+  matches = _tree.first_match("axes", list(axes), paths, required=True)
+  return [None if index is None else treatments[index] for index in matches]
+
+
+def _treatment(
+  path: str, leaf: Any, named: LeafAxes | None, full_length: int, reads_values: bool
+) -> LeafAxes | None:
+  """How a leaf is cut, its axes not negative; None: it must be named."""
+  name = _leaf_name(path)
+  if not _base.is_any_array(leaf) and hasattr(leaf, "shape") and not isinstance(leaf, np.generic):
+    raise TypeError(
+      f"`batch` must hold NumPy or JAX arrays; got {name} of type {type(leaf).__name__}. Convert it"
+      " with np.asarray."
+    )
+  shape = jnp.shape(leaf) if _base.is_any_array(leaf) else ()
+  if not shape:
+    return "keep"
+  long_axes = _long_axes(shape, full_length)
+  if named is None:
+    return 1 if long_axes == [1] and not (reads_values and _holds_classes(leaf)) else None
+  if named in ("repeat", "keep"):
+    return named
+  axes = tuple(axis + len(shape) if axis < 0 else axis for axis in _cut_axes(named))
+  if len(set(axes)) < len(axes) or not set(axes) <= set(long_axes):
+    raise ValueError(
+      f"`axes` must name axes of {full_length} or {full_length + 1} entries, axis 0 not among them,"
+      f" and 'positions' needs them along axis 1; got {named!r} for {name} of shape {shape}."
+    )
+  if named != "positions":
+    return axes if len(axes) == 2 else axes[0]
+  if not _is_real(leaf):
+    raise TypeError(f"'positions' must be of numbers; got {name} of dtype {leaf.dtype}.")
+  return named
+
+
+def _cut_axes(how: LeafAxes) -> tuple[int, ...]:
+  """The axes along which a leaf is cut."""
+  if isinstance(how, str):
+    return (1,) if how == "positions" else ()
+  return how if isinstance(how, tuple) else (how,)
+
+
+def _is_real(leaf: Any) -> bool:
+  """Whether an array is of integers or floats."""
+  return jnp.issubdtype(leaf.dtype, jnp.integer) or jnp.issubdtype(leaf.dtype, jnp.floating)
+
+
+def _long_axes(shape: tuple[int, ...], full_length: int) -> list[int]:
+  """The axes of L or L + 1 entries; axis 0 is the batch's, however long it is."""
+  return [i for i, n in enumerate(shape) if i > 0 and n - full_length in (0, 1)]
+
+
+def _holds_classes(leaf: Any) -> bool:
+  """Whether each row sums to 1, as one-hot labels and probabilities do; False if traced."""
+  if jnp.ndim(leaf) != 2 or isinstance(leaf, jax.core.Tracer):
+    return False
+  if not (_is_real(leaf) or leaf.dtype == bool):
+    return False
+  rows = np.asarray(leaf.addressable_data(0) if isinstance(leaf, jax.Array) else leaf)
+
+  def sum_to_one(rows: np.ndarray) -> bool:
+    sums = rows.sum(1, dtype=np.float64)
+    return len(rows) > 0 and bool((rows >= 0).all() and (abs(sums - 1) < _ROUNDING).all())
+
+  return sum_to_one(rows[:1]) and sum_to_one(rows)
+
+
+def _check_named(
+  paths: list[str],
+  leaves: list[Any],
+  treatments: list[LeafAxes | None],
+  full_length: int,
+  axes: Mapping[str, LeafAxes],
+) -> list[LeafAxes]:
+  """The treatments if none is missing and some leaf is cut; else raises ValueError."""
+  shapes: dict[str, tuple[int, ...]] = {
+    path: getattr(leaf, "shape", ()) for path, leaf in zip(paths, leaves, strict=True)
+  }
+  long_axes = {path: _long_axes(shape, full_length) for path, shape in shapes.items()}
+  unnamed = [path for path, how in zip(paths, treatments, strict=True) if how is None]
+  entries = f"{full_length} or {full_length + 1} entries"
+  cut = any(how not in ("repeat", "keep", None) for how in treatments)
+  if not cut and not any(long_axes[path] for path in unnamed):
+    raise ValueError(
+      f"`batch` must have a leaf that is cut, with {entries} along an axis after the first; got"
+      f" {_base.shorten(shapes)}. The full length is the number of tokens that a loss predicts."
+    )
+  if unnamed:
+    counts = {shape[0] for path, shape in shapes.items() if long_axes[path]}
+    # The most specific pattern first, for the first that matches a leaf decides.
+    line = {
+      leaf_pattern(path, paths): _proposal(shapes[path], long_axes[path], counts)
+      for path in sorted(unnamed, key=len, reverse=True)
+    }
+    texts = [
+      f"{_leaf_name(path)} of shape {shapes[path]}"
+      + (", each row of which sums to 1 as of classes" if long_axes[path] == [1] else "")
+      for path in unnamed
+    ]
+    raise ValueError(
+      f"`axes` must say how to cut {'; '.join(texts)}. By default axis 1 is cut, if no later axis"
+      f" has {entries}, too. Pass axes={line | dict(axes)} if this is right; or give an axis, the"
+      " two axes of a mask of pairs of tokens, 'positions' (they begin at 0 in each window),"
+      " 'repeat' (a value of each sequence; instead of a length pass a mask of tokens) or 'keep'"
+      " (not of sequences). Broadcast what all sequences share to each of them."
+    )
+  return [how for how in treatments if how is not None]
+
+
+def _leaf_name(path: str) -> str:
+  """A leaf of a batch in messages; the only leaf of a bare array has no path."""
+  return f"the leaf '{path}'" if path else "the array"
+
+
+def leaf_pattern(path: str, paths: list[str]) -> str:
+  """A regular expression for `axes` that matches a leaf, and no other leaf."""
+  pattern = re.sub(r"([^\w/ -])", r"\\\1", path) or ".*"
+  search = _base.compile_pattern("axes", pattern).search
+  return pattern if sum(map(bool, map(search, paths))) == 1 else f"^{pattern}$"
+
+
+def _proposal(shape: tuple[int, ...], long_axes: list[int], counts: set[int]) -> LeafAxes:
+  """How a leaf that must be named might be cut, by its shape."""
+  if len(long_axes) > 1:
+    return long_axes[-2], long_axes[-1]
+  if long_axes and long_axes != [1]:
+    return long_axes[0]
+  return "repeat" if shape[0] in counts else "keep"
+
+
+def _check_sequences(paths: list[str], leaves: list[Any], treatments: list[Any]) -> None:
+  """Raises ValueError unless all leaves that are cut or repeated have equally many sequences."""
+  counts = {
+    path: jnp.shape(leaf)[0]
+    for path, leaf, how in zip(paths, leaves, treatments, strict=True)
+    if how != "keep"
+  }
+  if len(set(counts.values())) > 1:
+    raise ValueError(
+      "`batch` must have equally many sequences in all leaves, along axis 0; got"
+      f" {_base.shorten(counts)}. A leaf that all sequences share must be broadcast to them, as by"
+      " np.broadcast_to(leaf, shape)."
+    )
+
+
+def _windows(leaf: Any, how: LeafAxes, length: int, full_length: int) -> Any:
+  """A leaf's windows as sequences: those of the first sequence, of the second, and so on."""
+  numpy: Any = np if isinstance(leaf, np.ndarray) else jnp
+  shape = jnp.shape(leaf)
+
+  def window(start: int) -> Any:
+    index = [slice(None)] * len(shape)
+    for axis in _cut_axes(how):
+      # A leaf of L + 1 tokens has one more at its end.
+      index[axis] = slice(start, start + length + shape[axis] - full_length)
+    return leaf[tuple(index)]
+
+  stacked = numpy.stack(list(map(window, range(0, full_length, length))), 1)
+  windows = stacked.reshape(-1, *stacked.shape[2:])
+  if how != "positions":
+    return windows
+  # Positions of packed sequences that begin within a window are less than its own.
+  own = numpy.arange(windows.shape[1], dtype=windows.dtype)
+  return numpy.minimum(windows, own.reshape(-1, *[1] * (windows.ndim - 2)))

@@ -1,0 +1,414 @@
+"""Schedules of freezing: how many groups are frozen, as functions of the step and a key.
+
+  f   the share of steps in which something is frozen
+  G   the number of groups; the last is never frozen
+  d   the depths: how many groups a step may freeze, at most `max_depths` of 0, ..., G - 1
+
+Sources: MindSpore Boost's ``GradientFreeze``, whose `freeze_p` is 1 - f; Brock et al., "FreezeOut",
+arXiv:1706.04983; Howard & Ruder, "Universal Language Model Fine-tuning", arXiv:1801.06146.
+"""
+
+from collections.abc import Callable
+from collections.abc import Sequence
+import dataclasses
+import fractions
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from optax_boost._foundation import _base
+
+# Shares of steps are exact as fractions up to this denominator.
+_LONGEST_PERIOD = 10_000
+# How far a computed share, as 1 - 0.7, may be from the decimal that is meant.
+_ROUNDING = 2.0**-52
+# Schedules hold arrays of this length.
+_MOST_GROUPS = 10_000
+# The default of `max_depths`: a train step compiles a program for each depth.
+_MOST_DEPTHS = 10
+
+
+@dataclasses.dataclass(frozen=True)
+class FreezeSchedule:
+  """A schedule of how many groups are frozen in each step.
+
+  Attributes:
+    num_groups: the number of groups.
+    frozen_groups: a pure function of the step (scalar int32) and a key, to how many groups are
+      frozen in that step, a scalar integer that is clipped to 0, ..., num_groups - 1.
+    learning_rate_scale: a function of the step to the factors of the groups' updates, an array of
+      `num_groups` numbers; None: ones.
+    depths: all values of `frozen_groups`, if they are known. Groups that no depth tells apart share
+      their step counts, and groups that every depth freezes need none. None: any.
+    lasts: a function of the step to the number of steps, this one included, for which its depth
+      stays. The train step reads the depth from the device only after them; else it waits in each
+      step until the one before has ended. None: one.
+  """
+
+  num_groups: int
+  frozen_groups: Callable[[jax.Array, jax.Array], jax.typing.ArrayLike]
+  learning_rate_scale: Callable[[jax.Array], jax.Array] | None = None
+  depths: Sequence[int] | np.ndarray | None = None
+  lasts: Callable[[jax.Array], jax.typing.ArrayLike] | None = None
+
+  def __post_init__(self) -> None:
+    object.__setattr__(self, "num_groups", _check_num_groups(self.num_groups))
+    if self.depths is not None:
+      object.__setattr__(self, "depths", _check_depths(self.depths, self.num_groups))
+    _base.check_callable("lasts", self.lasts, "lasts(step)", optional=True)
+    _base.check_callable("frozen_groups", self.frozen_groups, "frozen_groups(step, key)")
+    _base.check_callable(
+      "learning_rate_scale", self.learning_rate_scale, "learning_rate_scale(step)", optional=True
+    )
+
+
+def scalar_depth(depth: Any) -> jax.Array:
+  """Raises TypeError unless a schedule returned a scalar integer."""
+  if _base.is_integer(depth):
+    depth = np.int32(min(max(int(depth), 0), _base.LARGEST_COUNT))
+  words = "a scalar integer, how many groups are frozen"
+  _check_returned("frozen_groups(step, key)", depth, (), jnp.integer, words)
+  return jnp.asarray(depth)
+
+
+def steps_with_depth(lasts: Any) -> jax.Array:
+  """Raises TypeError unless a schedule returned for how many steps its depth stays."""
+  lasts = np.int32(lasts) if _base.is_integer(lasts) else lasts
+  _check_returned("lasts(step)", lasts, (), jnp.integer, "a scalar integer, a number of steps")
+  return jnp.asarray(lasts).astype(jnp.int32)
+
+
+def scale_per_group(scale: Any, num_groups: int) -> jax.Array:
+  """Raises TypeError unless a schedule returned a learning rate scale for each group."""
+  words = f"an array of {num_groups} numbers, one per group"
+  _check_returned("learning_rate_scale(step)", scale, (num_groups,), jnp.number, words)
+  return jnp.asarray(scale)
+
+
+def _check_returned(call: str, value: Any, shape: tuple[int, ...], kind: Any, words: str) -> None:
+  array = _base.is_any_array(value) or isinstance(value, np.generic)
+  fits = array and jnp.shape(value) == shape and jnp.isrealobj(value)
+  if not (fits and jnp.issubdtype(jnp.result_type(value), kind)):
+    got = f"{jnp.result_type(value)}{jnp.shape(value)}" if array else _base.shorten(value)
+    raise TypeError(f"`{call}` of a FreezeSchedule must return {words}; it returned {got}.")
+
+
+def _check_num_groups(num_groups: Any) -> int:
+  _base.check_whole_number("num_groups", num_groups, maximum=_MOST_GROUPS, static=True)
+  return int(num_groups)
+
+
+def _check_depths(depths: Any, num_groups: int) -> tuple[int, ...]:
+  values = tuple(np.asarray(depths).tolist()) if np.ndim(depths) == 1 else ()
+  fits = values and all(map(_base.is_integer, values))
+  if not (fits and min(values) >= 0 and max(values) < num_groups):
+    raise ValueError(
+      f"`depths` must be integers from 0 to {num_groups - 1}, how many groups a step may freeze;"
+      f" got {_base.shorten(depths)}."
+    )
+  return tuple(sorted(set(values)))
+
+
+def _spread_depths(num_groups: Any, max_depths: Any) -> np.ndarray:
+  """The depths of a schedule, ascending from 0 to ``num_groups - 1``."""
+  num_groups = _check_num_groups(num_groups)
+  _base.check_whole_number("max_depths", max_depths, minimum=2, static=True)
+  last = min(num_groups, int(max_depths)) - 1
+  # The integers nearest to an even spread.
+  places = 2 * np.arange(last + 1) * (num_groups - 1) + last
+  return (places // max(2 * last, 1)).astype(np.int32)
+
+
+def _python_number(name: str, value: Any, **limits: Any) -> float:
+  """Checks a number from which a schedule is computed on the host."""
+  _base.check_number(name, value, **limits)
+  if _base.is_array(value):
+    raise TypeError(
+      f"`{name}` must be a Python number, since the schedule is computed on the host; got an"
+      f" array. Pass float({name})."
+    )
+  # NumPy's float32 0.3 stands for that decimal, not for 0.30000001192092896.
+  return float(str(value)) if isinstance(value, np.ndarray | np.generic) else float(value)
+
+
+def _check_share(num_groups: Any, frozen_fraction: Any) -> tuple[int, float]:
+  """The number of groups and the share of frozen steps, 0 if nothing can be frozen."""
+  num_groups = _check_num_groups(num_groups)
+  share = _python_number("frozen_fraction", frozen_fraction, minimum=0.0, below=1.0)
+  return num_groups, 0.0 if num_groups == 1 or share <= _ROUNDING else share
+
+
+def continuous_freezing(
+  num_groups: int, frozen_fraction: float, *, max_depths: int = _MOST_DEPTHS
+) -> FreezeSchedule:
+  r"""In turns: some steps with nothing frozen, then 1, 2, ..., num_groups - 1 groups.
+
+  A turn has :math:`\lfloor p (D - 1) / (1 - p) \rfloor` steps with nothing frozen, where p is one
+  minus `frozen_fraction` and D the number of depths: the share is kept to within one step per turn.
+
+  Args:
+    num_groups: the number of groups G.
+    frozen_fraction: the share of steps in which something is frozen; raising it saves more time
+      and trains the first layers less. (MindSpore's `freeze_p` is one minus this.) Above
+      (D - 1) / D the first group is never trained, with a warning.
+    max_depths: the largest number D of different depths, 0 and G - 1 among them; static. With more
+      groups, some are frozen together. Raising it makes finer steps, each of which is a program
+      that the train step compiles.
+
+  Returns:
+    A :class:`FreezeSchedule`, step by step MindSpore's if each group has a depth.
+
+  Examples:
+    >>> import optax_boost
+    >>> schedule = optax_boost.continuous_freezing(4, frozen_fraction=0.5)
+    >>> [int(schedule.frozen_groups(step, None)) for step in range(8)]
+    [0, 0, 0, 1, 2, 3, 0, 0]
+  """
+  num_groups, share = _check_share(num_groups, frozen_fraction)
+  depths = _spread_depths(num_groups, max_depths)
+  if not share:
+    return fixed_freezing(num_groups, 0)
+  # MindSpore's number of steps with nothing frozen, in its floats.
+  near = fractions.Fraction(share).limit_denominator(_LONGEST_PERIOD)
+  freeze_p = float(1 - near) if abs(near - share) <= _ROUNDING else 1 - share
+  full = math.floor(freeze_p * (len(depths) - 1) / (1 - freeze_p))
+  if full == 0:
+    _base.warn(
+      f"`continuous_freezing` of {num_groups} groups in {share:.4g} of the steps freezes"
+      " something in every step: the first group is never trained. Lower `frozen_fraction` to"
+      f" {(len(depths) - 1) / len(depths):.4g} or less, or use `interval_freezing`.",
+      UserWarning,
+    )
+  # A turn is at most as long as the steps that an int32 counts.
+  full = min(full, _base.LARGEST_COUNT - len(depths))
+  turn = full + len(depths) - 1
+
+  def frozen_groups(count: jax.Array, key: jax.Array) -> jax.Array:
+    return jnp.asarray(depths)[jnp.maximum(count % turn - full + 1, 0)]
+
+  return FreezeSchedule(
+    num_groups,
+    frozen_groups,
+    depths=depths if full else depths[1:],
+    lasts=lambda count: jnp.maximum(full - count % turn, 1),
+  )
+
+
+def interval_freezing(
+  num_groups: int, frozen_fraction: float, *, max_depths: int = _MOST_DEPTHS
+) -> FreezeSchedule:
+  """Freezes at regular intervals, i of G groups with a probability proportional to G - i.
+
+  Args:
+    num_groups: the number of groups G.
+    frozen_fraction: as for :func:`continuous_freezing`.
+    max_depths: as for :func:`continuous_freezing`. With more groups than depths, the i-th of D
+      depths has a probability proportional to D - i.
+
+  Returns:
+    A :class:`FreezeSchedule` that freezes in the same steps as MindSpore, with depths drawn from
+    the key of :func:`freeze_layers`, independently in each step.
+
+  Examples:
+    >>> import jax, optax_boost
+    >>> schedule = optax_boost.interval_freezing(4, frozen_fraction=0.5)
+    >>> depths = [int(schedule.frozen_groups(step, jax.random.key(0))) for step in range(8)]
+    >>> [depth > 0 for depth in depths]
+    [False, True, False, True, False, True, False, True]
+  """
+  num_groups, share = _check_share(num_groups, frozen_fraction)
+  depths = _spread_depths(num_groups, max_depths)
+  if not share:
+    return fixed_freezing(num_groups, 0)
+
+  pattern = _interval_pattern(share)
+
+  def frozen_groups(count: jax.Array, key: jax.Array) -> jax.Array:
+    uniform = jax.random.uniform(jax.random.fold_in(key, count), dtype=jnp.float32)
+    freezes = jnp.where(count > 1, jnp.asarray(pattern)[(count - 2) % len(pattern)], count == 1)
+    return jnp.where(freezes, jnp.asarray(depths)[interval_depth(uniform, len(depths))], 0)
+
+  return FreezeSchedule(num_groups, frozen_groups, depths=depths)
+
+
+def _interval_pattern(share: float) -> np.ndarray:
+  """Whether MindSpore freezes in the steps 2, 3, ... of one period; it does in step 1."""
+  period = fractions.Fraction(share).limit_denominator(_LONGEST_PERIOD).denominator
+  freezes: list[bool] = []
+  frozen = 0
+  for step in range(1, period + 2):
+    # In MindSpore's floats: 1 - 0.7 is a little more than 0.3, so a tie freezes.
+    freezes.append(frozen / step < share)
+    frozen += freezes[-1]
+  return np.array(freezes[1:])
+
+
+def interval_depth(uniform: jax.typing.ArrayLike, num_groups: int) -> jax.Array:
+  """The groups i that the interval schedule freezes, with a probability proportional to G - i."""
+  # The draw is looked up among G-1, G-2, ..., 1 with weights 1, 2, ..., G-1, as in MindSpore.
+  weights = np.cumsum(np.arange(1, num_groups))
+  bounds = jnp.asarray(weights / weights[-1], jnp.float32)
+  below = jnp.sum(bounds <= jnp.expand_dims(jnp.asarray(uniform), -1), axis=-1)
+  return (num_groups - 1 - jnp.minimum(below, num_groups - 2)).astype(jnp.int32)
+
+
+def progressive_freezing(
+  num_groups: int,
+  total_steps: int,
+  first: float = 0.5,
+  *,
+  power: float = 1.0,
+  anneal: bool = True,
+  max_depths: int = _MOST_DEPTHS,
+) -> FreezeSchedule:
+  r"""Freezes each group for good at its own time, its learning rate annealed to zero until then.
+
+  Group i is frozen from step :math:`t_i` on, and before that its updates are multiplied by
+
+  .. math::
+    \frac{1}{2} (1 + \cos(\pi t / t_i)), \qquad
+    t_i / T = t_0 + (1 - t_0) \left(\frac{i}{G - 1}\right)^p
+
+  The last group is annealed over the whole run and never frozen, so the inner optimizer's learning
+  rate should be constant; one that decays goes with ``anneal=False``.
+
+  Args:
+    num_groups: the number of groups G.
+    total_steps: the length T of the run, in steps.
+    first: when the first group is frozen, as a share of the run. Lowering it saves more time.
+    power: how the times of the others follow; raising it freezes the groups in the middle earlier
+      (the paper's cubic schedule: 3).
+    anneal: whether updates are multiplied.
+    max_depths: as for :func:`continuous_freezing`. With more groups than depths, neighbours are
+      frozen together, at the time of the first of them.
+
+  Returns:
+    A :class:`FreezeSchedule`.
+
+  Examples:
+    >>> import jax.numpy as jnp, optax_boost
+    >>> schedule = optax_boost.progressive_freezing(3, total_steps=100, first=0.5)
+    >>> [int(schedule.frozen_groups(jnp.int32(step), None)) for step in (0, 49, 50, 75, 200)]
+    [0, 0, 1, 2, 2]
+    >>> [round(float(s), 2) for s in schedule.learning_rate_scale(jnp.int32(25))]
+    [0.5, 0.75, 0.85]
+    >>> half = optax_boost.progressive_freezing(2, total_steps=100, first=0.7, anneal=False)
+    >>> [int(half.frozen_groups(jnp.int32(step), None)) for step in (0, 69, 70, 99)]
+    [0, 0, 1, 1]
+
+  References:
+    Brock, Lim, Ritchie, Weston, `FreezeOut <https://arxiv.org/abs/1706.04983>`_, 2017.
+  """
+  depths = _spread_depths(num_groups, max_depths)
+  _base.check_whole_number("total_steps", total_steps, static=True)
+  start = float(_python_number("first", first, positive=True, below=1.0))
+  exponent = float(_python_number("power", power, positive=True))
+  _base.check_bool("anneal", anneal)
+  place = depths / (num_groups - 1) if num_groups > 1 else np.ones(1)
+  ends = np.maximum(np.round(total_steps * (start + (1 - start) * place**exponent)), 1)
+  # The time of a group is the end of the last depth at which it is not frozen.
+  times = ends[np.searchsorted(depths, np.arange(num_groups), side="right") - 1]
+  # The last depth stays for ever.
+  changes = np.append(ends[:-1], _base.LARGEST_COUNT).astype(np.int32)
+
+  def period(count: jax.Array) -> jax.Array:
+    return jnp.sum(count >= changes[:-1], dtype=jnp.int32)
+
+  def frozen_groups(count: jax.Array, key: jax.Array) -> jax.Array:
+    return jnp.asarray(depths)[period(count)]
+
+  def learning_rate_scale(count: jax.Array) -> jax.Array:
+    passed = jnp.minimum(jnp.asarray(count, jnp.float32) / jnp.asarray(times, jnp.float32), 1.0)
+    return 0.5 * (1 + jnp.cos(jnp.pi * passed))
+
+  return FreezeSchedule(
+    num_groups,
+    frozen_groups,
+    learning_rate_scale if anneal else None,
+    depths,
+    lambda count: jnp.asarray(changes)[period(count)] - count,
+  )
+
+
+def fixed_freezing(
+  num_groups: int, frozen_groups: int, *, steps: int | None = None
+) -> FreezeSchedule:
+  """Freezes the same first groups in every step, as for fine-tuning the last layers.
+
+  Args:
+    num_groups: the number of groups G.
+    frozen_groups: how many are frozen, at most G - 1. Raising it saves more time and trains less.
+    steps: for how many steps, as until a new head is trained; then nothing is. None: for all.
+
+  Returns:
+    A :class:`FreezeSchedule`.
+
+  Examples:
+    >>> import optax_boost
+    >>> schedule = optax_boost.fixed_freezing(10, frozen_groups=8)
+    >>> [int(schedule.frozen_groups(step, None)) for step in (0, 1, 1000)]
+    [8, 8, 8]
+    >>> schedule = optax_boost.fixed_freezing(10, frozen_groups=8, steps=1000)
+    >>> [int(schedule.frozen_groups(step, None)) for step in (0, 999, 1000)]
+    [8, 8, 0]
+  """
+  num_groups = _check_num_groups(num_groups)
+  _base.check_whole_number(
+    "frozen_groups", frozen_groups, minimum=0, maximum=num_groups - 1, static=True
+  )
+  end = _base.LARGEST_COUNT
+  if steps is not None:
+    _base.check_whole_number("steps", steps, static=True)
+    end = int(steps)
+  return FreezeSchedule(
+    num_groups,
+    lambda count, key: jnp.where(jnp.asarray(count) < end, frozen_groups, 0),
+    depths=(frozen_groups,) if steps is None else (0, frozen_groups),
+    lasts=lambda count: jnp.where(count < end, end - count, _base.LARGEST_COUNT),
+  )
+
+
+def gradual_unfreezing(
+  num_groups: int, every: int, *, max_depths: int = _MOST_DEPTHS
+) -> FreezeSchedule:
+  r"""Trains the last group first and thaws one more from the top down every n steps.
+
+  In step t the first :math:`\max(G - 1 - \lfloor t / n \rfloor, 0)` groups are frozen.
+
+  Args:
+    num_groups: the number of groups G.
+    every: the steps n between two groups, an epoch in the paper. Raising it keeps the first layers
+      longer and saves more time.
+    max_depths: as for :func:`continuous_freezing`. With more groups than depths, neighbours thaw
+      together, in the step of the first of them.
+
+  Returns:
+    A :class:`FreezeSchedule`.
+
+  Examples:
+    >>> import jax.numpy as jnp, optax_boost
+    >>> schedule = optax_boost.gradual_unfreezing(3, every=10)
+    >>> [int(schedule.frozen_groups(jnp.int32(step), None)) for step in (0, 9, 10, 20, 99)]
+    [2, 2, 1, 0, 0]
+
+  References:
+    Howard, Ruder, `Universal Language Model Fine-tuning <https://arxiv.org/abs/1801.06146>`_, 2018.
+  """
+  depths = _spread_depths(num_groups, max_depths)
+  _base.check_whole_number("every", every, static=True)
+  # The depth for each number of groups that would be frozen if every group had a depth.
+  allowed = depths[np.searchsorted(depths, np.arange(num_groups), side="right") - 1]
+
+  def frozen_groups(count: jax.Array, key: jax.Array) -> jax.Array:
+    return jnp.asarray(allowed)[jnp.maximum(num_groups - 1 - count // every, 0)]
+
+  def lasts(count: jax.Array) -> jax.Array:
+    depth = jnp.asarray(allowed)[jnp.maximum(num_groups - 1 - count // every, 0)]
+    # It stays until one group less than the depth would be frozen.
+    thaw = (num_groups - depth) * every
+    return jnp.where(depth == 0, _base.LARGEST_COUNT, thaw - count)
+
+  return FreezeSchedule(num_groups, frozen_groups, depths=depths, lasts=lasts)

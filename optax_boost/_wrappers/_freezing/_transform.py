@@ -1,0 +1,314 @@
+"""Gradient freezing: on some steps the first layers are not updated.
+
+The leaves fall into groups 0, ..., G-1 along the forward pass. A step with i frozen groups trains
+the groups i, ..., G-1; i is a function of (t, key), how many groups are frozen in step t.
+"""
+
+from collections.abc import Callable
+import dataclasses
+import functools
+from typing import Any
+from typing import Literal
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from optax_boost._form import _driver
+from optax_boost._form import _form
+from optax_boost._form import _protocol
+from optax_boost._form import _transformation
+from optax_boost._foundation import _arrays
+from optax_boost._foundation import _base
+from optax_boost._foundation import _conditional
+from optax_boost._foundation import _masking
+from optax_boost._foundation import _tree
+from optax_boost._trace import _layer_groups
+from optax_boost._wrappers._freezing import _group_counts
+from optax_boost._wrappers._freezing import _schedules
+from optax_boost._wrappers._freezing import _state_layout
+
+
+@_protocol.declares(requests=("frozen_groups",), outcome=("made",))
+class FreezeLayersState(NamedTuple):
+  """State of :func:`freeze_layers`.
+
+  Attributes:
+    count: scalar int32, steps made; it stops at 2^31 - 1, and the schedule with it.
+    frozen_groups: scalar int32, how many groups the next step freezes.
+    frozen_for: scalar int32, for how many steps, at least, this number stays.
+    key: raw key data of the schedule's generator.
+    hidden: the paths of leaves that ``optax.masked`` hides from the method, without arrays.
+    group_counts: for each step count in `inner_state` that belongs to moments, in the order of
+      ``jax.tree.leaves``, a vector with an entry per group: the steps in which it was trained.
+    inner_state: the inner optimizer's state. The step counts in it count all steps.
+    made: scalar bool, whether the last call made a step.
+  """
+
+  count: jax.Array  # type: ignore[assignment]  # tuples have a method of this name
+  frozen_groups: jax.Array
+  frozen_for: jax.Array
+  key: jax.Array
+  hidden: dict[str, optax.MaskedNode]
+  group_counts: tuple[jax.Array, ...]
+  inner_state: optax.OptState
+  made: jax.Array
+
+
+def freeze_layers(
+  inner: optax.GradientTransformation,
+  groups: _layer_groups.Groups,
+  schedule: _schedules.FreezeSchedule,
+  *,
+  key: jax.Array | int = 0,
+  counts: Literal["group", "run"] | None = None,
+) -> optax.GradientTransformationExtraArgs:
+  """Freezes the first groups of leaves on the steps that a schedule says.
+
+  A frozen leaf gets no update and no weight decay, and its optimizer state is not updated. Frozen
+  gradients are zeroed before `inner`, so norm clipping measures trained leaves only. Each group has
+  a step count of its own, as each param has in PyTorch, for Adam and others that correct the bias
+  of their moments by it: a thawed layer starts like one of a fresh optimizer. Learning rate
+  schedules follow the steps of the run.
+
+  :func:`make_train_step` compiles one program per depth, and does not compute the backward pass of
+  frozen groups. It reads the depth from the state when it may have changed. Inside your own
+  ``jit``, ``scan`` or ``vmap`` it can't know the depth and computes the whole backward pass, as
+  does a loop without a train step. Leaves may be complex.
+
+  Leaves that hold many layers (``nn.scan``, ``nnx.scan``) are frozen layer by layer, with their
+  slices of the optimizer's state; a state without the axis of layers, as the norms of
+  ``optax.novograd``, is frozen with the last of them. The train step cuts the scans of the loss,
+  but not those inside a ``cond``, a ``shard_map`` or a function with a derivative of its own, nor
+  the backward pass of frozen layers whose inputs depend on trained params: freeze these, too.
+
+  Put it around the whole optimizer: ``freeze_layers(optax.chain(clip, adamw), ...)``. A step that
+  a wrapper inside or around it skips repeats its depth; a window of :func:`accumulate` has one.
+
+  Args:
+    inner: the optimizer. A leaf's entries in its state are recognized with
+      ``optax.tree.map_params``. Scalars advance in every step; a `count` (or `count_m2`, `t`,
+      `step`, `is_initial_step`) beside moments is kept for each group, too. An ``update`` of your
+      own with such a count is called once for each group that was trained in other steps than the
+      last one, so what acts on all leaves, as clipping, belongs beside it into an ``optax.chain``.
+    groups: a :class:`LayerGroups`; or regular expressions, one per group in the order of freezing,
+      that match whole segments of the leaves' paths. A leaf that two match is an error; one that
+      none matches is in the last group.
+    schedule: a :class:`FreezeSchedule` for this number of groups, as :func:`fixed_freezing` makes.
+    key: of the schedule's generator, a key of ``jax.random.key`` or a seed.
+    counts: whose the step counts beside moments in `inner`'s state are. ``"group"``: each group's,
+      for the correction of a bias. ``"run"``: the run's, for a learning rate schedule. None: the
+      group's, with a warning for a state that is not of optax; the run's, with a warning, if the
+      count may belong to estimates made of all leaves, as in ``optax.contrib.prodigy``, or is
+      inside a transformation whose parts can't be told apart.
+
+  Returns:
+    An :class:`optax.GradientTransformationExtraArgs`. Updates have the inner optimizer's dtype.
+    Of the extra arguments, `inner` sees `grad` and `grad_fn` with zeros for frozen leaves.
+
+  Raises:
+    ValueError: `schedule` is for another number of groups; in ``init``: the groups are of other
+      params, or no leaf is in the last group.
+
+  Examples:
+    >>> import jax.numpy as jnp, optax, optax_boost
+    >>> tx = optax_boost.freeze_layers(
+    ...   optax.sgd(1.0), ["body", "head"], optax_boost.continuous_freezing(2, 0.5)
+    ... )
+    >>> params = {"body": jnp.zeros(2), "head": jnp.zeros(1)}
+    >>> state = tx.init(params)
+    >>> for _ in range(2):
+    ...   updates, state = tx.update({"body": jnp.ones(2), "head": jnp.ones(1)}, state, params)
+    ...   print(updates["body"].tolist(), updates["head"].tolist())
+    [-1.0, -1.0] [-1.0]
+    [0.0, 0.0] [-1.0]
+
+  References:
+    Brock, Lim, Ritchie, Weston, `FreezeOut <https://arxiv.org/abs/1706.04983>`_, 2017.
+  """
+  inner = _base.check_transformation("inner", inner)
+  num_groups = _layer_groups.count_groups(groups)
+  _base.check_type("schedule", schedule, _schedules.FreezeSchedule, "a FreezeSchedule")
+  if schedule.num_groups != num_groups:
+    raise ValueError(
+      f"`schedule` must be for the same number of groups as `groups`; got {schedule.num_groups}"
+      f" and {num_groups}."
+    )
+  _base.check_name("counts", counts, ("group", "run"), optional=True)
+  method = _FreezeLayers(
+    inner,
+    schedule,
+    _layer_groups.numbering(groups, "freeze_layers"),
+    _base.as_key("key", key),
+    counts,
+    tuple(_group_counts.classes_of(schedule.depths, num_groups)),
+  )
+  return _transformation.wrapper(
+    "freeze_layers",
+    FreezeLayersState,
+    method,
+    allows_complex=True,
+    changes="always",
+    frozen_groups=_protocol.GroupAssignment(method.number, num_groups),
+  )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _FreezeLayers:
+  """The checked arguments of :func:`freeze_layers`.
+
+  Attributes:
+    number: from a tree to the groups of its leaves.
+    owner_of_counts: the argument `counts`.
+    classes: the class of each group, of groups that are always trained together.
+  """
+
+  inner: optax.GradientTransformationExtraArgs
+  schedule: _schedules.FreezeSchedule
+  number: Callable[[Any], Any]
+  key: jax.Array
+  owner_of_counts: str | None
+  classes: tuple[int, ...]
+
+  def init(self, params: optax.Params) -> FreezeLayersState:
+    _tree.refuse_pair(params, "freeze_layers")
+    numbers = self.number(params)
+    _check_last_group(numbers, params, self.schedule.num_groups)
+    inner_state = self.inner.init(params)
+    layout = self._layout(inner_state, _state_layout.leaf_groups(numbers, params))
+    # With one depth, the groups that are trained always have the same counts.
+    if self.schedule.depths is None or len(self.schedule.depths) > 1:
+      _warn_of_counts(layout)
+    leaves = jax.tree.leaves(inner_state)
+    count = jnp.zeros([], jnp.int32)
+    # A copy: the state is donated, the key stays with this function.
+    key_data = jnp.array(jax.random.key_data(self.key))
+    return FreezeLayersState(
+      count=count,
+      **self._depth_at(count, key_data),
+      key=key_data,
+      hidden=_protocol.hidden_leaves(params),
+      group_counts=tuple(
+        jnp.full(self.schedule.num_groups, _conditional.in_device_memory(leaves[place]))
+        for place in layout.counts
+      ),
+      inner_state=inner_state,
+      made=jnp.zeros([], bool),
+    )
+
+  def before(
+    self, call: _driver.Call, state: FreezeLayersState
+  ) -> tuple[_driver.Call, FreezeLayersState, _group_counts.GroupCounts]:
+    depth, wrappers = state.frozen_groups, len(_form.wrappers_around(self.inner))
+    frozen = functools.partial(_layer_groups.select_frozen, depth)
+    grads, _ = call.gradients()
+    numbers = self.number(grads)
+    groups = _state_layout.leaf_groups(numbers, grads)
+    layout = self._layout(state.inner_state, groups)
+    counts = _group_counts.GroupCounts(
+      layout, state.group_counts, self.classes, groups, self._first_trained(depth)
+    )
+
+    def zero_frozen(tree: Any) -> Any:
+      return jax.tree.map(lambda n, g: frozen(n, jnp.zeros_like(g), g), numbers, tree)
+
+    def gradients() -> tuple[optax.Updates, dict[str, Any]]:
+      return _masking.map_gradients(zero_frozen, *call.gradients())
+
+    def change(
+      tx: optax.GradientTransformationExtraArgs,
+    ) -> optax.GradientTransformationExtraArgs:
+      owners, places = (
+        _state_layout.below(tree, wrappers) for tree in (layout.owners, layout.places)
+      )
+      separated = counts.separated(tx.update, owners, places)
+
+      def update(grads: Any, old: Any, params: Any = None, **extra: Any) -> Any:
+        updates, new = separated(grads, old, params, **extra)
+        updates = zero_frozen(self._scaled(state.count, numbers, updates))
+        return updates, _state_layout.select(owners, frozen, old, new)
+
+      return optax.GradientTransformationExtraArgs(tx.init, update)
+
+    landing = call.landing.changed(change)
+    return call._replace(gradients=gradients, landing=landing), state, counts
+
+  def after(
+    self,
+    call: _driver.Call,
+    outcome: _driver.Outcome,
+    state: FreezeLayersState,
+    counts: _group_counts.GroupCounts,
+  ) -> tuple[Any, FreezeLayersState]:
+    count = _arrays.increment_if(outcome.made, state.count)
+    return outcome.result, state._replace(
+      count=count,
+      **self._depth_at(count, state.key),
+      group_counts=counts.advanced(
+        state.inner_state, outcome.state, state.frozen_groups, outcome.made
+      ),
+    )
+
+  def _layout(self, inner_state: Any, groups: Any) -> _state_layout.StateLayout:
+    return _state_layout.find_layout(self.inner, inner_state, groups, self.owner_of_counts)
+
+  def _depth_at(self, count: jax.Array, key_data: jax.Array) -> dict[str, Any]:
+    """How many groups a step freezes, and for how many steps this stays."""
+    key = jax.random.wrap_key_data(key_data, impl=jax.random.key_impl(self.key))
+    depth = _schedules.scalar_depth(self.schedule.frozen_groups(count, key))
+    lasts = 1 if self.schedule.lasts is None else self.schedule.lasts(count)
+    return {
+      "frozen_groups": jnp.clip(depth, 0, self.schedule.num_groups - 1).astype(jnp.int32),
+      "frozen_for": _schedules.steps_with_depth(lasts),
+    }
+
+  def _first_trained(self, depth: Any) -> int:
+    """The first group that a step may train."""
+    if isinstance(depth, np.integer | np.ndarray):
+      return int(depth)
+    return min(self.schedule.depths or (0,))
+
+  def _scaled(self, count: jax.Array, numbers: Any, updates: optax.Updates) -> optax.Updates:
+    """Updates multiplied by the schedule's factors of the learning rate."""
+    if self.schedule.learning_rate_scale is None:
+      return updates
+    scale = _schedules.scale_per_group(
+      self.schedule.learning_rate_scale(count), self.schedule.num_groups
+    )
+    return jax.tree.map(
+      lambda n, u: (_arrays.widen(u) * scale[n]).astype(u.dtype), numbers, updates
+    )
+
+
+def _warn_of_counts(layout: _state_layout.StateLayout) -> None:
+  shared = [*layout.shared, *layout.hidden]
+  if shared:
+    _base.warn(
+      f"`freeze_layers` keeps one step count for all groups in {', '.join(shared)}: it can't tell"
+      " whether the count belongs to the moments of the leaves or to the run. The first steps of a"
+      " layer that is thawed late may be too long. Warm the learning rate up after each thaw, or"
+      ' say that the counts are of the moments: `freeze_layers(..., counts="group")`.',
+      UserWarning,
+    )
+  if layout.assumed:
+    _base.warn(
+      f"`freeze_layers` keeps a step count for each group in {', '.join(layout.assumed)}, for the"
+      " moments beside it. If a learning rate schedule reads this count, say that it is the run's:"
+      ' `freeze_layers(..., counts="run")`; if none does, `counts="group"`.',
+      UserWarning,
+    )
+
+
+def _check_last_group(numbers: Any, params: optax.Params, num_groups: int) -> None:
+  """Raises ValueError if no leaf is in the last group, the only one that is never frozen."""
+  last = [int(np.max(number)) for number in jax.tree.leaves(numbers)]
+  # Leaves that a mask hides may train elsewhere.
+  if last and max(last) < num_groups - 1 and not _tree.masked_paths(params):
+    raise ValueError(
+      "`groups` must leave a leaf in the last group, which is never frozen; got none in group"
+      f" {num_groups - 1} of {num_groups}: a step with {max(last) + 1} frozen groups trains"
+      " nothing. Take the leaves that train out of the groups before; a leaf that no pattern"
+      " matches is in the last group."
+    )

@@ -1,0 +1,135 @@
+r"""Layer-wise decay of the learning rate: the first layers of a pretrained model move least.
+
+u <- decay^(G - 1 - i) u    for the leaves and layers of group i among 0, ..., G - 1
+"""
+
+from collections.abc import Callable
+import dataclasses
+from typing import Any
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optax_boost._form import _driver
+from optax_boost._form import _protocol
+from optax_boost._form import _transformation
+from optax_boost._foundation import _arrays
+from optax_boost._foundation import _base
+from optax_boost._trace import _layer_groups
+
+_METHOD = "layerwise_decay"
+
+
+@_protocol.declares(outcome=("made",))
+class LayerwiseDecayState(NamedTuple):
+  """State of :func:`layerwise_decay`.
+
+  Attributes:
+    inner_state: the inner optimizer's state.
+    made: scalar bool, whether the last call made a step.
+  """
+
+  inner_state: optax.OptState
+  made: jax.Array
+
+
+def layerwise_decay(
+  inner: optax.GradientTransformation,
+  groups: _layer_groups.Groups,
+  decay: jax.typing.ArrayLike = 0.75,
+) -> optax.GradientTransformationExtraArgs:
+  r"""Multiplies the updates of each group by a power of `decay`, of the last group by one.
+
+  .. math::
+    u \leftarrow \text{decay}^{G - 1 - i} \, u
+
+  for the updates :math:`u` of `inner` in group i of G: its learning rate is scaled, and the weight
+  decay that it adds. An :func:`average_params` or :func:`master_weights` inside follows the params
+  as they are decayed.
+
+  Args:
+    inner: the optimizer.
+    groups: a :class:`LayerGroups`, in which the layers of a stacked leaf have factors of their own;
+      or regular expressions, one per group in the order of the forward pass, that match whole
+      segments of the leaves' paths: ``"blocks/1"`` is not found in ``blocks/10``. A leaf that two
+      match is an error; one that none matches is in the last group.
+    decay: the factor from a group to the one before it, above 0 and at most 1. Raising it trains
+      the first layers faster.
+
+  Returns:
+    An :class:`optax.GradientTransformationExtraArgs`. Updates keep their dtype. Leaves may be
+    complex.
+
+  Raises:
+    ValueError: `inner` holds an average, masters or rounding inside a wrapper of optax.
+
+  Examples:
+    >>> import jax.numpy as jnp, optax, optax_boost
+    >>> tx = optax_boost.layerwise_decay(optax.sgd(1.0), ["embed", "body", "head"], 0.5)
+    >>> grads = {"embed": jnp.ones(1), "body": jnp.ones(1), "head": jnp.ones(1)}
+    >>> updates, _ = tx.update(grads, tx.init(grads))
+    >>> [updates[name].item() for name in ("embed", "body", "head")]
+    [-0.25, -0.5, -1.0]
+
+  References:
+    Clark, Luong, Le, Manning, `ELECTRA <https://arxiv.org/abs/2003.10555>`_, 2020; Bao, Dong, Piao,
+    Wei, `BEiT <https://arxiv.org/abs/2106.08254>`_, 2021, whose 0.65 to 0.75 ``timm`` took over.
+  """
+  inner = _base.check_transformation("inner", inner)
+  _base.check_number("decay", decay, positive=True, maximum=1.0)
+  number = _layer_groups.numbering(groups, _METHOD)
+  method = _LayerwiseDecay(inner, number, _layer_groups.count_groups(groups), decay)
+  return _transformation.wrapper(
+    _METHOD, LayerwiseDecayState, method, allows_complex=True, changes="always"
+  )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _LayerwiseDecay:
+  """The checked arguments of :func:`layerwise_decay`."""
+
+  inner: optax.GradientTransformationExtraArgs
+  number: Callable[[Any], Any]
+  num_groups: int
+  decay: Any
+
+  def init(self, params: optax.Params) -> LayerwiseDecayState:
+    self.number(params)
+    inner_state = self.inner.init(params)
+    if _protocol.declaring_states(inner_state, "exact"):
+      raise ValueError(
+        "`layerwise_decay` can't hold an optimizer that chooses the new params themselves, as"
+        " `sgperm` and `laperm` do: a part of the way to them is no permutation. Leave it out."
+      )
+    return LayerwiseDecayState(inner_state, jnp.zeros([], bool))
+
+  def before(
+    self, call: _driver.Call, state: LayerwiseDecayState
+  ) -> tuple[_driver.Call, LayerwiseDecayState, None]:
+    def change(
+      tx: optax.GradientTransformationExtraArgs,
+    ) -> optax.GradientTransformationExtraArgs:
+      def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+        updates, state = tx.update(grads, state, params, **extra)
+        return self._scaled(updates), state
+
+      return optax.GradientTransformationExtraArgs(tx.init, update)
+
+    return call._replace(landing=call.landing.changed(change)), state, None
+
+  def after(
+    self,
+    call: _driver.Call,
+    outcome: _driver.Outcome,
+    state: LayerwiseDecayState,
+    context: None,
+  ) -> tuple[Any, LayerwiseDecayState]:
+    return outcome.result, state
+
+  def _scaled(self, updates: optax.Updates) -> optax.Updates:
+    def scale(i: Any, u: jax.Array) -> jax.Array:
+      return (_arrays.widen(u) * self.decay ** (self.num_groups - 1 - i)).astype(u.dtype)
+
+    return jax.tree.map(scale, self.number(updates), updates)

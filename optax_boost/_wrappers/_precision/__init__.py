@@ -1,0 +1,16 @@
+"""The mixed-precision stack: loss scaling, float32 master weights, stochastic rounding."""
+
+from optax_boost._wrappers._precision._loss_scale import (
+  DynamicLossScaleState as DynamicLossScaleState,
+)
+from optax_boost._wrappers._precision._loss_scale import dynamic_loss_scale as dynamic_loss_scale
+from optax_boost._wrappers._precision._master_weights import (
+  MasterWeightsState as MasterWeightsState,
+)
+from optax_boost._wrappers._precision._master_weights import master_weights as master_weights
+from optax_boost._wrappers._precision._stochastic_rounding import (
+  StochasticRoundingState as StochasticRoundingState,
+)
+from optax_boost._wrappers._precision._stochastic_rounding import (
+  stochastic_rounding as stochastic_rounding,
+)
