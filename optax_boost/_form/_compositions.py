@@ -63,6 +63,19 @@ _OPTAX = {
 }
 
 
+def mapped(
+  tx: optax.GradientTransformationExtraArgs, function: Callable[[optax.Updates], optax.Updates]
+) -> optax.GradientTransformationExtraArgs:
+  """A transformation of the same states, whose updates pass through a function."""
+
+  def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+    updates, state = tx.update(grads, state, params, **extra)
+    return function(updates), state
+
+  update.mapped = tx, function  # type: ignore[attr-defined]
+  return optax.GradientTransformationExtraArgs(tx.init, update)
+
+
 def name_in_optax(update: Update) -> str | None:
   """The function of optax that made an ``update``, as ``"chain"``; None: another's."""
   from_optax = (getattr(update, "__module__", None) or "").partition(".")[0] == "optax"
@@ -88,6 +101,8 @@ def parts(update: Update) -> list[Update]:
   form = _form.form_of(update)
   if form is not None:
     return [tx.update for tx in form.wraps]
+  if hasattr(update, "mapped"):
+    return [update.mapped[0].update]
   owner = getattr(update, "__self__", None)
   if isinstance(owner, optax.MultiSteps):
     return [owner.inner_opt.update]
@@ -118,7 +133,7 @@ def states_of_parts(update: Update, state: Any) -> Sequence[Any] | None:
     return [getattr(state, field) for field in form.part_states] if form.rebuild else None
   if isinstance(getattr(update, "__self__", None), optax.MultiSteps):
     return [state.inner_opt_state]
-  if _is_jitted(update):
+  if _is_jitted(update) or hasattr(update, "mapped"):
     return [state]
   composition = _composition(update)
   if composition is None or composition.states is None:
@@ -139,6 +154,9 @@ def with_parts(update: Any, replace: Callable[[int, Update], Update]) -> Update:
     return form.rebuild(*map(replaced, form.wraps)).update
   if _is_jitted(update):
     return replaced(update.__wrapped__)
+  if hasattr(update, "mapped"):
+    tx, function = update.mapped
+    return mapped(replaced(tx), function).update
   owner = getattr(update, "__self__", None)
   if isinstance(owner, optax.MultiSteps):
     held, other = owner.inner_opt, copy.copy(owner)

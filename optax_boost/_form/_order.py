@@ -23,7 +23,10 @@ import optax
 from optax_boost._form import _form
 
 # What in some steps replaces the updates of the transformation that it holds.
-_REPLACING = ("laperm", "optax.lookahead", "switch_after")
+_REPLACING = (
+  *("laperm", "switch_after", "optax.lookahead"),
+  *("optax.mechanize", "optax.sam", "optax.schedule_free"),
+)
 # Packages whose functions between two ``init`` hold no transformation.
 _PLUMBING = ("jax", "optax_boost")
 
@@ -41,11 +44,13 @@ def check(form: _form.Form, params: optax.Params) -> None:
       )
     reason = ""
     if isinstance(holder, _form.Form):
-      in_chain = False
+      in_chain &= not holder.holds_an_optimizer
       if not is_reached and _changes_what_is_kept(holder, held_params, form):
         reason = "a wrapper between the two hides the changes of updates"
     if form.keeps == "average" and called in _REPLACING:
-      reason = "in some of the steps other updates count than those inside"
+      reason = "other updates count than those inside"
+    if form.frozen_groups and called == "optax.schedule_free":
+      reason = "it moves leaves whose updates are zero"
     if form.keeps == "rounding" and called == "optax.apply_if_finite" and _is_half(params):
       reason = "it needs updates in the dtype of half-precision params, and these are float32"
     if reason:
@@ -79,7 +84,7 @@ def _holders() -> Iterator[tuple[_form.Form | str, optax.Params]]:
       if frame.f_code.co_name in ("init", "init_fn") and len(members) != 1:
         yield f"optax.{name}", None
     elif package not in _PLUMBING:
-      yield frame.f_code.co_qualname, None
+      yield f"{package}.{frame.f_code.co_qualname}", None
 
 
 def _is_half(params: optax.Params) -> bool:

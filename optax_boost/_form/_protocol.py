@@ -186,8 +186,8 @@ def _part_made_step(before: dict[Any, Any], after: dict[Any, Any]) -> Any:
 def left_out(before: optax.OptState, after: optax.OptState) -> Any:
   """Whether a call that led from one state to another left its batch out; None if none can.
 
-  A step was skipped, or a micro-batch dropped. optax's ``apply_if_finite`` counts these, and
-  ``MultiSteps`` counts the others.
+  A step was skipped, or a micro-batch dropped. optax's ``apply_if_finite`` and ``MultiSteps`` tell
+  it, too.
   """
   optax_states = optax.MultiStepsState | optax.ApplyIfFiniteState
 
@@ -199,8 +199,11 @@ def left_out(before: optax.OptState, after: optax.OptState) -> Any:
   flags = []
   for old, new in zip(telling(before), telling(after), strict=True):
     if isinstance(new, optax.MultiStepsState):
-      counts = zip(old[:2], new[:2], strict=True)  # of micro-steps and of steps
-      flags.append(functools.reduce(operator.and_, [x == y for x, y in counts]))
+      # What optax's own functions that skip return; no count moves then, nor without a call.
+      if isinstance(new.skip_state, dict) and "should_skip" in new.skip_state:
+        counts = zip(old[:2], new[:2], strict=True)
+        still = functools.reduce(operator.and_, [x == y for x, y in counts])
+        flags.append(new.skip_state["should_skip"] & still)
     elif isinstance(new, optax.ApplyIfFiniteState):
       flags.append(new.total_notfinite != old.total_notfinite)
     else:
@@ -208,9 +211,15 @@ def left_out(before: optax.OptState, after: optax.OptState) -> Any:
   return functools.reduce(operator.or_, flags) if flags else None
 
 
-def scales_loss(state: optax.OptState) -> bool:
-  """Whether a state asks for a scale of the loss, and so must see every overflow."""
-  return is_requested(state, LOSS_SCALE)
+def unseen_by_scale(opt_state: optax.OptState, tree: _types.Tree) -> list[Any]:
+  """The leaves of a tree that no loss scale in an optimizer state sees.
+
+  A loss scale must see each overflow of the others, or it would never shrink.
+  """
+  asking = _asking(opt_state, LOSS_SCALE)
+  seen = [seen_leaves(state, tree) for state in asking]
+  leaves = jax.tree.leaves(tree)
+  return [leaf for i, leaf in enumerate(leaves) if not any(flags[i] for flags in seen)]
 
 
 def is_requested(opt_state: optax.OptState, request: str) -> bool:

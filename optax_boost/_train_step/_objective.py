@@ -25,16 +25,21 @@ class Objective:
     traced: the program, for layers of a leaf of which some are frozen.
     scaling: the scale of the loss that is differentiated; None: 1.
     freezing: the layers without a gradient; None: all have one.
+    must_depend: whether it is an error if no gradient reaches the params.
   """
 
   loss: Callable[[optax.Params], tuple[jax.Array, Any]]
   traced: _traced_loss.TracedLoss
   scaling: _requests.ScaleRequest | None
   freezing: _requests.FreezeRequest | None
+  must_depend: bool = False
 
   def value_and_grad(self, params: optax.Params) -> tuple[tuple[jax.Array, Any], optax.Updates]:
     """The loss with aux, and the scaled gradient, zero for frozen leaves and layers."""
-    loss = _depending(self._without_frozen_gradients())
+    loss = self._without_frozen_gradients()
+    # A loss may depend, in a step, on layers alone that are frozen in it.
+    if self.must_depend and (self.freezing is None or self.freezing.frozen() is None):
+      loss = _depending(loss)
     if self.scaling is None:
       output, gradients = jax.value_and_grad(loss, has_aux=True)(params)
     else:

@@ -70,6 +70,8 @@ class Program:
   weight: str | _types.WeightFn | None
   # Warnings that were given, each once: a step is traced again for each depth and shape of a batch.
   warnings_given: set[str] = dataclasses.field(default_factory=set)
+  # Holds True after a step whose loss depended on the params.
+  losses_checked: set[bool] = dataclasses.field(default_factory=set)
 
   def loss(
     self, params: optax.Params, model_state: _types.Tree, batch: _types.Tree, *rngs: jax.Array
@@ -116,8 +118,10 @@ class Program:
     # A method that asks for the layers needs the traced program, which then gives the loss, too.
     asks_for_layers = _compositions.names_extra_argument(self.tx, "layers")
     loss = traced if asks_for_layers else lambda params: self.loss(params, *arguments)
-    objective = _objective.Objective(loss, traced, scaling, freezing)
+    # Once: the loss of a batch may be a constant.
+    objective = _objective.Objective(loss, traced, scaling, freezing, not self.losses_checked)
     (value, (model_state, aux)), grad = objective.value_and_grad(state.params)
+    self.losses_checked.add(True)
     # An update starts from the params as the forward pass has left them, as in Flax's loop.
     start, model_state = _written.take_written_params(state.params, model_state, traced)
     if freezing is not None and self.hold_frozen_statistics:

@@ -34,12 +34,14 @@ def kept(rejected: Any, before: _types.Tree, after: _types.Tree) -> Any:
   """
   if rejected is None:
     return after
-  old_leaves = dict(zip(_tree.leaf_paths(before), jax.tree.leaves(before), strict=True))
+  old_leaves = dict(zip(_tree.leaf_keys(before), jax.tree.leaves(before), strict=True))
 
-  def keep(new: Any, path: str) -> Any:
-    old = old_leaves.get(path)
+  def keep(new: Any, key: _types.KeyPath) -> Any:
+    old = old_leaves.get(key)
     if old is None or old is new or jnp.shape(old) != jnp.shape(new):
       return new
-    return jnp.where(rejected, old, new) if old.dtype == new.dtype else new
+    if jnp.issubdtype(jnp.result_type(new), jax.dtypes.prng_key):
+      return jnp.where(rejected, old, new)
+    return jnp.where(rejected, jnp.asarray(old, jnp.result_type(new)), new)
 
-  return _tree.map_with(keep, after, _tree.leaf_paths(after))
+  return _tree.map_with(keep, after, _tree.leaf_keys(after))

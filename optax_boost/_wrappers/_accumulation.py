@@ -13,7 +13,6 @@ import optax
 from optax_boost._form import _compositions
 from optax_boost._form import _driver
 from optax_boost._form import _finiteness
-from optax_boost._form import _form
 from optax_boost._form import _protocol
 from optax_boost._form import _transformation
 from optax_boost._foundation import _arrays
@@ -141,8 +140,9 @@ class _Accumulate:
   axis_name: str | tuple[str, ...] | None
 
   def init(self, params: optax.Params) -> AccumulateState:
-    takes = {name for form in _compositions.forms(self.inner) for name in form.extra_args}
-    if "grad_fn" in takes and _base.concrete_number(self.every) != 1:
+    inner_state = self.inner.init(params)
+    takes_gradients = _protocol.is_requested(inner_state, _protocol.FULL_GRADIENT)
+    if takes_gradients and _base.concrete_number(self.every) != 1:
       raise ValueError(
         "`accumulate` can't hold a method that takes gradients at other params, as `svrg` does:"
         " they would be of the window's last micro-batch, beside the mean gradient of all. Use"
@@ -154,7 +154,7 @@ class _Accumulate:
       weight_sum=jnp.zeros([], float),
       accumulator=_arrays.zeros_like_wide(params),
       notfinite_count=jnp.zeros([], jnp.int32),
-      inner_state=self.inner.init(params),
+      inner_state=inner_state,
       made=jnp.zeros([], bool),
     )
 
@@ -176,7 +176,7 @@ class _Accumulate:
       """The mean gradient of the window, also as `grad`, and its weight."""
       of_window = jax.tree.map(lambda t: _arrays.divide(t, divisor), total)
       # Masters inside take the mean unrounded.
-      if not any(form.keeps == "rounding" for form in _form.wrappers_around(self.inner)):
+      if not any(form.keeps == "rounding" for form in _compositions.forms(self.inner)):
         of_window = _conditional.cast_like(of_window, grads)
       extra = extra_args | ({"grad": of_window} if "grad" in extra_args else {})
       # Not for every optimizer: optax's line searches refuse arguments that closures do not take.
@@ -218,27 +218,27 @@ class _Accumulate:
   ) -> tuple[Any, jax.Array]:
     """Whether a micro-batch is added to the window, and whether it is good."""
     weighted = jnp.isfinite(state.weight_sum + weight) & (weight >= 0)
-    finite = jnp.asarray(True)
-    keeps = _keeps(state, self.not_finite)
-    if self.not_finite is not None:
+    grads, _ = call.gradients()
+    # A loss scale that sees no overflow never shrinks, so every micro-batch would overflow.
+    unseen = _protocol.unseen_by_scale(state.inner_state, grads)
+    is_scaled = len(unseen) < len(jax.tree.leaves(grads))
 
-      def check() -> jax.Array:
-        if keeps:
-          return _finiteness.all_finite(call.gradients()[0])
-        return _finiteness.sum_is_finite(state.accumulator, addend)
+    def check() -> jax.Array:
+      if is_scaled or self.not_finite == "keep":
+        return _finiteness.all_finite(grads)
+      return _finiteness.sum_is_finite(state.accumulator, addend)
 
-      finite = call.holds(check)
+    finite = jnp.asarray(True) if self.not_finite is None else call.holds(check)
+    usable = jnp.asarray(True)
+    if self.not_finite == "drop":
+      usable = finite
+      if is_scaled:
+        usable = _finiteness.all_finite(unseen) if unseen else jnp.asarray(True)
     if self.axis_name is not None:
-      flags = jnp.stack([weighted, finite])
-      weighted, finite = _conditional.agree(flags, self.axis_name, _METHOD)
-    used = weighted if keeps else weighted & finite
+      flags = jnp.stack([weighted, finite, usable])
+      weighted, finite, usable = _conditional.agree(flags, self.axis_name, _METHOD)
     # The sum is a part of the inner step's work, so the driver can't select it afterwards.
-    return _conditional.both(call.go, used), weighted & finite
-
-
-def _keeps(state: AccumulateState, not_finite: str | None) -> bool:
-  # A loss scale that sees no overflow never shrinks, so every micro-batch would overflow.
-  return not_finite != "drop" or _protocol.scales_loss(state.inner_state)
+    return _conditional.both(call.go, weighted & usable), weighted & finite
 
 
 def _checked_weight(weight: Any) -> jax.Array:

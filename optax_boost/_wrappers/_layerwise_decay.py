@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from optax_boost._form import _compositions
 from optax_boost._form import _driver
 from optax_boost._form import _protocol
 from optax_boost._form import _transformation
@@ -111,11 +112,7 @@ class _LayerwiseDecay:
     def change(
       tx: optax.GradientTransformationExtraArgs,
     ) -> optax.GradientTransformationExtraArgs:
-      def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
-        updates, state = tx.update(grads, state, params, **extra)
-        return self._scaled(updates), state
-
-      return optax.GradientTransformationExtraArgs(tx.init, update)
+      return _compositions.mapped(tx, self._scaled)
 
     return call._replace(landing=call.landing.changed(change)), state, None
 

@@ -67,7 +67,7 @@ def skip_spikes(
   for the global norm :math:`n_t` of the gradient, `factor` f and `decay` d. Such a step, and one
   whose gradient is not finite, leaves params and the inner state as they are and is counted. The
   norm of a skipped step enters the mean as f times the mean, so that after a lasting change of the
-  norms steps are made again; a norm that is not finite does not enter it.
+  norms steps are made again; a norm that is zero or not finite does not enter it.
 
   Clipping by the global norm bounds such a step, and still moves the params along the bad gradient
   and takes it into the moments.
@@ -133,21 +133,27 @@ class _SkipSpikes:
   def before(
     self, call: _driver.Call, state: SkipSpikesState
   ) -> tuple[_driver.Call, SkipSpikesState, None]:
-    norm = self._norm(call.gradients()[0])
-    scaling = _protocol.state_asking(state.inner_state, _protocol.LOSS_SCALE)
-    if scaling is not None:
-      norm = norm / scaling.loss_scale
+    grads, _ = call.gradients()
+    unseen = _protocol.unseen_by_scale(state.inner_state, grads)
+    own = self._squares(unseen)
+    squares = own
+    if len(unseen) < len(jax.tree.leaves(grads)):
+      # A loss scale inside sees the others, and their overflows.
+      scale = _protocol.state_asking(state.inner_state, _protocol.LOSS_SCALE).loss_scale
+      squares = own + (self._squares(grads) - own) / scale / scale
+    norm = jnp.sqrt(squares)
     finite = _finiteness.finite_entries(norm)
     limit = self.factor * state.norm_sum / jnp.maximum(state.norm_weight, 1)
     is_spike = finite & (state.count >= self.start) & (norm > limit)
-    # A loss scale inside must see every overflow, or it would never shrink.
-    skips = is_spike if scaling is not None else is_spike | ~finite
+    skips = is_spike | ~_finiteness.finite_entries(own)
     taken = jnp.where(is_spike, limit, norm)
+    # After norms of zero, as of frozen or masked losses, every norm would be a spike.
+    gathered = finite & (norm > 0)
     new_state = state._replace(
       gradient_norm=norm,
-      norm_sum=jnp.where(finite, self.decay * state.norm_sum + taken, state.norm_sum),
-      norm_weight=jnp.where(finite, self.decay * state.norm_weight + 1, state.norm_weight),
-      count=_arrays.increment_if(finite, state.count),
+      norm_sum=jnp.where(gathered, self.decay * state.norm_sum + taken, state.norm_sum),
+      norm_weight=jnp.where(gathered, self.decay * state.norm_weight + 1, state.norm_weight),
+      count=_arrays.increment_if(gathered, state.count),
       spike_count=_arrays.increment_if(skips, state.spike_count),
     )
     return call._replace(go=~skips), new_state, None
@@ -161,9 +167,9 @@ class _SkipSpikes:
   ) -> tuple[Any, SkipSpikesState]:
     return outcome.result, state
 
-  def _norm(self, gradients: optax.Updates) -> jax.Array:
+  def _squares(self, gradients: optax.Updates) -> jax.Array:
     squares = jnp.asarray(_arrays.sum_squares_of_tree(gradients), jnp.float32)
     if self.axis_name is not None:
       _base.require_axis("axis_name", self.axis_name, _METHOD)
       squares = jax.lax.pmean(squares, self.axis_name)
-    return jnp.sqrt(squares)
+    return squares

@@ -234,6 +234,8 @@ ROUNDED = {
   "an average": lambda tx: optax_boost.average_params(optax_boost.master_weights(tx), start=0),
   "a loss scale": lambda tx: optax_boost.dynamic_loss_scale(optax_boost.master_weights(tx), 1.0),
   "a window": lambda tx: optax_boost.accumulate(optax_boost.master_weights(tx), 1),
+  "a part": lambda tx: optax.partition({"x": optax_boost.master_weights(tx)}, "x"),
+  "a mask": lambda tx: optax.masked(optax_boost.master_weights(tx), True),
 }
 
 
@@ -265,6 +267,11 @@ def test_a_method_that_takes_gradients_at_other_params_is_refused_in_a_window():
   with pytest.raises(ValueError, match=r"as `svrg` does: .* window's last micro-batch"):
     optax_boost.accumulate(inner, 2).init(jnp.ones(2))
   optax_boost.accumulate(inner, 1).init(jnp.ones(2))
+  injected = optax.inject_hyperparams(
+    lambda rate: optax.chain(optax_boost.svrg(None), optax.sgd(rate))
+  )(0.1)
+  with pytest.raises(ValueError, match="as `svrg` does"):
+    optax_boost.accumulate(injected, 2).init(jnp.ones(2))
 
 
 def test_weights_are_summed_in_float64_under_x64(x64):

@@ -180,3 +180,63 @@ def test_a_good_step_holds_no_second_copy_of_the_statistics():
 
   skipping = temporaries(optax_boost.dynamic_loss_scale(optax.sgd(0.1)))
   assert skipping < temporaries(optax.sgd(0.1)) + size
+
+
+def test_a_batch_of_an_optimizer_that_is_not_called_is_not_left_out():
+  inner = optax.MultiSteps(
+    optax.sgd(0.1), 2, should_skip_update_fn=optax.skip_not_finite
+  ).gradient_transformation()
+  plain = optax.MultiSteps(optax.sgd(0.1), 2).gradient_transformation()
+  for tx in (
+    optax_boost.accumulate(inner, 2), optax_boost.accumulate(plain, 2),
+    optax_boost.switch_after(2, plain, plain),
+  ):  # fmt: skip
+    step = optax_boost.make_train_step(
+      lambda p, s, x: (jnp.sum(p * x), s + 1), tx, has_model_state=True
+    )
+    state = step.init(jnp.ones(2), jnp.int32(0))
+    for _ in range(5):
+      state, _ = step(state, jnp.ones(2))
+    assert state.model_state == 5
+
+
+def test_statistics_of_another_dtype_of_equal_paths_and_numbers_are_kept():
+  def loss(params, statistics, batch):
+    mean = 0.5 * statistics["mean"].astype(jnp.float32) + 0.5 * batch.mean()
+    return jnp.sum(params * batch), {
+      "mean": mean, "a/b": statistics["a/b"] + 1, "a": {"b": statistics["a"]["b"] + 1}, "kind": 3,
+    }  # fmt: skip
+
+  step = optax_boost.make_train_step(
+    loss, optax_boost.dynamic_loss_scale(optax.sgd(0.1)), has_model_state=True, donate=False
+  )
+  statistics = {
+    "mean": jnp.ones(2, jnp.bfloat16), "a/b": jnp.int32(100), "a": {"b": jnp.int32(0)}, "kind": 3,
+  }  # fmt: skip
+  state, _ = step(step.init(jnp.ones(2), statistics), jnp.array([jnp.nan, 1.0]))
+  assert state.model_state["mean"].tolist() == [1.0, 1.0]
+  assert (state.model_state["a/b"], state.model_state["a"]["b"]) == (100, 0)
+  state, _ = step(state, jnp.ones(2))
+  assert (state.model_state["a/b"], state.model_state["a"]["b"]) == (101, 1)
+
+
+PARTIAL = {
+  "master_weights": lambda tx: optax_boost.master_weights(tx),
+  "accumulate": lambda tx: optax_boost.accumulate(tx, 1),
+  "skip_spikes": lambda tx: optax_boost.skip_spikes(tx),
+}
+
+
+@pytest.mark.parametrize("name", PARTIAL)
+def test_leaves_that_no_loss_scale_sees_are_looked_at_beside_one_of_a_part(name):
+  scaled = optax_boost.dynamic_loss_scale(optax.sgd(0.1), 4.0)
+  inner = optax.partition({"x": scaled, "y": optax.sgd(0.1)}, {"a": "x", "b": "y"})
+  step = optax_boost.make_train_step(
+    lambda p, x: jnp.sum(p["a"] * x[0]) + jnp.sum(p["b"] * x[1]), PARTIAL[name](inner)
+  )
+  state = step.init({"a": jnp.ones(2), "b": jnp.ones(2)})
+  for x in ((1.0, 1.0), (1.0, jnp.nan), (jnp.inf, 1.0), (1.0, 1.0)):
+    state, _ = step(state, jnp.array(x))
+  assert all(np.all(np.isfinite(p)) for p in state.params.values())
+  # The overflow of its own part has lowered the scale.
+  assert optax.tree.get(state.opt_state, "loss_scale") == 2.0

@@ -573,6 +573,10 @@ CLIPPED_INSIDE = {
   "MultiSteps": lambda tx: optax.MultiSteps(tx, 1).gradient_transformation(),
   "switch_after": lambda tx: optax_boost.switch_after(10**6, tx, optax.sgd(RATE)),
   "dynamic_loss_scale": lambda tx: optax_boost.dynamic_loss_scale(tx, 1.0),
+  "layerwise_decay": lambda tx: optax_boost.layerwise_decay(tx, ["body", "head"], 1.0),
+  "an average of a decay": lambda tx: optax_boost.average_params(
+    optax_boost.layerwise_decay(tx, ["body", "head"], 1.0), start=0
+  ),
   "accumulate in a part": lambda tx: optax.partition({"x": optax_boost.accumulate(tx, 1)}, "x"),
 }
 

@@ -651,3 +651,16 @@ def test_a_whole_nnx_model_and_missing_statistics_are_refused_in_words():
   )
   with pytest.raises(TypeError, match=r"`step.init\(params, model_state\)`"):
     step.init(jnp.ones(2))
+
+
+def test_a_loss_may_be_a_constant_for_a_batch_and_depend_on_frozen_layers_alone():
+  def loss(params, batch):
+    return jnp.sum(params["w"] * batch) if batch.size else jnp.zeros([])
+
+  step = optax_boost.make_train_step(loss, optax.sgd(0.1))
+  state, _ = step(step.init({"w": jnp.ones(())}), jnp.ones(2))
+  step(state, jnp.ones(0))
+  tx = optax_boost.freeze_layers(optax.sgd(0.1), ["w", "v"], optax_boost.fixed_freezing(2, 1))
+  step = optax_boost.make_train_step(loss, tx)
+  state, _ = step(step.init({"w": jnp.ones(()), "v": jnp.ones(())}), jnp.ones(2))
+  assert state.params["w"] == 1

@@ -1,5 +1,6 @@
 """The state of other params, or of another optimizer, is named before a step is made with it."""
 
+import dataclasses
 from typing import Any
 
 from flax import nnx
@@ -108,3 +109,17 @@ def test_a_state_is_compared_once_for_each_kind_of_params():
   for _ in range(3):
     params, state = optax_boost.apply_gradients(tx, PARAMS, state, params)
   assert len(calls) == 2
+
+
+def test_an_init_without_a_hash_and_a_restored_dict_are_taken():
+  @dataclasses.dataclass
+  class Init:
+    rate: float
+
+    def __call__(self, params: Any) -> Any:
+      return optax.adam(self.rate).init(params)
+
+  tx = optax.GradientTransformation(Init(0.1), optax.adam(0.1).update)
+  optax_boost.apply_gradients(tx, PARAMS, tx.init(PARAMS), PARAMS)
+  named = optax.named_chain(("first", optax.adam(0.1)), ("second", optax.scale(0.5)))
+  optax_boost.apply_gradients(named, PARAMS, dict(named.init(PARAMS)), PARAMS)

@@ -83,7 +83,11 @@ def test_every_factory_has_the_one_form():
     optax_boost.svrg(refresh_every=2),
   ]
   names = ("adasum", "dim_reduce", "svrg")
-  rows = [row.make() for row in registry.ROWS if row.factory not in names]
+  rows = [
+    getattr(optax_boost, row.factory)(**row.kwargs)
+    for row in registry.ROWS
+    if row.factory not in names
+  ]
   methods = {tx.update.form.method for tx in (*fed, *rows)}
   factories = {row.factory for row in registry.ROWS}
   assert {f.removeprefix("scale_by_").partition("_trust")[0] for f in factories} <= methods
@@ -444,3 +448,38 @@ def test_a_wrapper_is_rebuilt_around_another_optimizer(name):
     updates, state = ours.update(params, state, params)
     wanted, of_expected = expected.update(params, of_expected, params)
     chex.assert_trees_all_equal((updates, state), (wanted, of_expected))
+
+
+@pytest.mark.parametrize(
+  "make",
+  [
+    lambda tx: optax.contrib.schedule_free(tx, 0.1),
+    lambda tx: optax.contrib.mechanize(tx),
+    lambda tx: optax.contrib.sam(tx, optax.sgd(0.1)),
+  ],
+  ids=["schedule_free", "mechanize", "sam"],
+)
+def test_an_average_in_what_makes_updates_of_its_own_is_refused(make):
+  with pytest.raises(ValueError, match=r"`average_params` around the whole"):
+    make(averaged(SGD)).init(PARAMS)
+
+
+def test_frozen_layers_in_schedule_free_are_refused_since_they_would_move():
+  tx = optax.contrib.schedule_free(frozen(SGD), 0.1)
+  with pytest.raises(ValueError, match=r"moves leaves whose updates are zero"):
+    tx.init(PARAMS)
+
+
+def test_functions_of_users_may_have_the_names_of_ours():
+  def laperm():
+    return averaged(SGD).init(PARAMS)
+
+  assert laperm().snapshot_count == 0
+
+
+def test_a_method_between_a_wrapper_and_a_chain_hides_no_chain():
+  plane = optax_boost.Subspace(PARAMS, jax.tree.map(lambda p: jnp.ones((1, 2)) / 2, PARAMS),
+                               jnp.ones(1), jnp.ones(1))  # fmt: skip
+  inner = optax_boost.dim_reduce(plane, inner=optax_boost.accumulate(SGD, 4))
+  with pytest.raises(ValueError, match=r"`accumulate` holds an optimizer and goes around a chain"):
+    optax.chain(inner, optax.add_decayed_weights(0.1)).init(PARAMS)

@@ -232,7 +232,7 @@ class _DimReduce:
     if self.inner is None:
       return None
     state = self.inner.init(params)
-    if _protocol.scales_loss(state):
+    if _protocol.is_requested(state, _protocol.LOSS_SCALE):
       raise ValueError(
         f"`inner` must not scale the loss, of which `{_METHOD}` takes the gradient; got a state"
         f" with a `{_protocol.LOSS_SCALE}`. Put the loss scale around `{_METHOD}` instead."

@@ -76,7 +76,7 @@ def scalar_depth(depth: Any) -> jax.Array:
 
 def steps_with_depth(lasts: Any) -> jax.Array:
   """Raises TypeError unless a schedule returned for how many steps its depth stays."""
-  lasts = np.int32(lasts) if _base.is_integer(lasts) else lasts
+  lasts = np.int32(min(max(lasts, 1), _base.LARGEST_COUNT)) if _base.is_integer(lasts) else lasts
   _check_returned("lasts(step)", lasts, (), jnp.integer, "a scalar integer, a number of steps")
   return jnp.asarray(lasts).astype(jnp.int32)
 

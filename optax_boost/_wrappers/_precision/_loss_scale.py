@@ -234,8 +234,11 @@ class _LossScale:
       return self._agree(_finiteness.all_finite(grads, state.loss_scale, divide))
 
     finite = call.holds(are_finite)
+    go: _driver.Condition = finite
     # A loss scale inside must see every overflow, or it would never shrink.
-    go = True if _protocol.scales_loss(state.inner_state) else finite
+    if _protocol.is_requested(state.inner_state, _protocol.LOSS_SCALE):
+      unseen = _protocol.unseen_by_scale(state.inner_state, call.gradients()[0])
+      go = self._agree(_finiteness.all_finite(unseen)) if unseen else True
     scale, count, overflows = self.next_scale(
       state.loss_scale, state.growth_count, state.hysteresis_count, finite
     )

@@ -61,8 +61,9 @@ class WideOptimizer:
     finite = jnp.asarray(True)
     # If the result is checked, `inner` may handle gradients that are not finite. A loss scale
     # inside must see every overflow: it skips these steps itself.
-    if not self.checks_updates and not _protocol.scales_loss(state.inner_state):
-      go = finite = call.holds(lambda: self._agree(_finiteness.all_finite(call.gradients()[0])))
+    unseen = _protocol.unseen_by_scale(state.inner_state, call.gradients()[0])
+    if unseen and not self.checks_updates:
+      go = finite = call.holds(lambda: self._agree(_finiteness.all_finite(unseen)))
     place = call.place, getattr(state, "master_params", None)
     return _driver.Call(gradients, place, go, self._landing(call.landing, state)), state, finite
 

@@ -1,0 +1,141 @@
+"""Steps whose gradient is far longer than the gradients before it are skipped."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optax_boost
+
+FACTOR, DECAY, START = 3.0, 0.5, 2
+
+
+def spikes(norms):
+  """In NumPy: which of some norms are spikes."""
+  total = weight = 0.0
+  count, found = 0, []
+  for norm in norms:
+    limit = FACTOR * total / weight if weight else np.inf
+    is_spike = bool(count >= START and np.isfinite(norm) and norm > limit)
+    found.append(is_spike or not np.isfinite(norm))
+    if np.isfinite(norm) and norm > 0:
+      total, weight = DECAY * total + min(norm, limit if is_spike else norm), DECAY * weight + 1
+      count += 1
+  return found
+
+
+def run(norms, tx=None, dtype="float32", scale=1.0):
+  """Whether each step is skipped, and the last state; the gradients have these norms."""
+  if tx is None:
+    tx = optax_boost.skip_spikes(optax.sgd(1.0), FACTOR, DECAY, start=START)
+  params = {"a": jnp.zeros(2, dtype), "b": jnp.zeros(2, dtype)}
+  state, skipped = tx.init(params), []
+  update = jax.jit(tx.update)
+  for norm in norms:
+    grads = {"a": jnp.array([norm * scale, 0.0], dtype), "b": jnp.zeros(2, dtype)}
+    before = int(state.spike_count)
+    updates, state = update(grads, state, params)
+    skipped.append(int(state.spike_count) > before)
+    assert not (skipped[-1] and any(np.any(u) for u in jax.tree.leaves(updates)))
+  return skipped, state
+
+
+NORMS = {
+  "single": [1, 2, 1, 50, 1, 2, 40, 1],
+  "NaN first": [np.nan, 1, 1, 1, 9, 1],
+  "not finite": [1, 1, np.inf, 1, np.nan, 7, 1],
+  "a lasting rise": [1, 1, 1, *[100] * 12],
+  "zeros first": [*[0] * 30, *[1] * 8],
+  "masked losses": [0, 1, 0, 1, 0, 0, 8, 0, 1],
+}
+
+
+@pytest.mark.parametrize("name", NORMS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_steps_are_skipped_that_the_formula_says(name, dtype):
+  skipped, state = run(NORMS[name], dtype=dtype)
+  assert skipped == spikes(NORMS[name])
+  assert int(state.spike_count) == sum(skipped)
+  assert np.isfinite(state.norm_sum)
+
+
+def test_after_a_lasting_rise_steps_are_made_again():
+  skipped, _ = run(NORMS["a lasting rise"])
+  assert skipped[3]
+  assert not any(skipped[-5:])
+
+
+def test_norms_of_zero_are_no_usual_norms():
+  skipped, _ = run(NORMS["zeros first"])
+  assert not any(skipped)
+
+
+@pytest.mark.parametrize("around", [True, False])
+def test_with_a_loss_scale_the_norm_is_of_the_unscaled_gradient(around):
+  inner = optax.sgd(1.0)
+  spiking = lambda tx: optax_boost.skip_spikes(tx, FACTOR, DECAY, start=START)  # noqa: E731
+  scaled = lambda tx: optax_boost.dynamic_loss_scale(tx, 8.0)  # noqa: E731
+  tx = spiking(scaled(inner)) if around else scaled(spiking(inner))
+  params = jnp.zeros(2)
+  state = tx.init(params)
+  counts = []
+  for norm in (1, 1, 1, 50, 1, np.inf, 1):
+    scale = optax.tree.get(state, "loss_scale")
+    _, state = tx.update(jnp.array([norm, 0.0]) * scale, state, params)
+    counts.append(int(optax.tree.get(state, "spike_count")))
+  assert counts == [0, 0, 0, 1, 1, 1, 1]
+  # The overflow is the scale's.
+  assert optax.tree.get(state, "loss_scale") == 4.0
+  assert optax.tree.get(state, "notfinite_count") == 1
+
+
+def test_around_a_loss_scale_of_a_part_the_norm_is_of_all_leaves():
+  inner = optax.partition(
+    {"x": optax_boost.dynamic_loss_scale(optax.sgd(1.0), 1024.0), "y": optax.sgd(1.0)},
+    {"a": "x", "b": "y"},
+  )
+  tx = optax_boost.skip_spikes(inner, FACTOR, DECAY, start=START)
+  step = optax_boost.make_train_step(lambda p, x: p["a"] * x[0] + p["b"] * x[1], tx)
+  state = step.init({"a": jnp.zeros(()), "b": jnp.zeros(())})
+  for x, norm, count in (
+    ((3.0, 4.0), 5.0, 0), ((4.0, 3.0), 5.0, 0), ((0.0, 40.0), 40.0, 1), ((3.0, 4.0), 5.0, 1)
+  ):  # fmt: skip
+    state, metrics = step(state, jnp.array(x))
+    np.testing.assert_allclose(metrics["gradient_norm"], norm, rtol=1e-6)
+    assert int(metrics["skip_spikes/spike_count"]) == count
+
+
+def test_inside_shard_map_all_devices_skip_the_same_steps():
+  mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+  tx = optax_boost.skip_spikes(optax.sgd(1.0), FACTOR, DECAY, start=1, axis_name="x")
+  params = jnp.zeros(2)
+
+  def step(grads, state):
+    return tx.update(grads[0], state, params)
+
+  whole, split = jax.sharding.PartitionSpec(), jax.sharding.PartitionSpec("x")
+  run_step = jax.jit(
+    jax.shard_map(
+      step, mesh=mesh, in_specs=(split, whole), out_specs=(split, whole), check_vma=False
+    )
+  )
+  state = tx.init(params)
+  # The second device alone has the long gradient.
+  for grads in ([[3.0, 4.0], [3.0, 4.0]], [[3.0, 4.0], [300.0, 400.0]]):
+    updates, state = run_step(jnp.array(grads), state)
+  assert not np.any(updates)
+  np.testing.assert_allclose(state.gradient_norm, np.sqrt((25 + 250000) / 2), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+  ("kwargs", "words"),
+  [
+    ({"factor": 0.5}, "`factor` must be"),
+    ({"decay": 1.0}, "`decay` must be"),
+    ({"start": 0}, "`start` must be"),
+  ],
+)
+def test_bad_arguments_are_refused(kwargs, words):
+  with pytest.raises(ValueError, match=words):
+    optax_boost.skip_spikes(optax.sgd(0.1), **kwargs)
