@@ -64,7 +64,8 @@ def layerwise_decay(
     complex.
 
   Raises:
-    ValueError: `inner` holds an average, masters or rounding inside a wrapper of optax.
+    ValueError: `inner` holds an average, masters or rounding inside a wrapper of optax, or chooses
+      the new params themselves, as `sgperm` and `laperm` do.
 
   Examples:
     >>> import jax.numpy as jnp, optax, optax_boost

@@ -1,6 +1,7 @@
 """Which compositions must be refused, with which words, and which may be.
 
-A refusal is a ValueError in `init` that names an order that works, behind every door.
+A refusal is a ValueError in `init` that names an order that works, or says why none does, behind
+every door.
 """
 
 import dataclasses
@@ -54,6 +55,8 @@ def refusals(order, dtype="float32"):
         found.append(rf"{inner}\(switch_after\(")
       if outer in ("laperm", "lookahead") and inner == "average_params":
         found.append(rf"average_params\((optax\.)?{outer}\(")
+      if outer == "layerwise_decay" and inner == "laperm":
+        found.append("no permutation")
       is_hidden = not set(kinds[i + 1 : k]) <= set(ON_DRIVER)
       if outer in ("layerwise_decay", "freeze_layers") and inner in KEEPS and is_hidden:
         found.append(rf"{factory(inner)}\({outer}\(")
