@@ -1,6 +1,7 @@
-"""The params that a method would be evaluated at: an average, if its optimizer keeps one."""
+"""What a method would be evaluated at: averages, if its optimizer keeps them."""
 
 from collections.abc import Callable
+from typing import Any
 
 import optax
 
@@ -23,6 +24,13 @@ def find_average(opt_state: optax.OptState, params: optax.Params) -> _ReadAverag
   if len(states) == 1 and _tree.same_shapes(states[0].z, params):
     return _read_schedule_free
   return None
+
+
+def averaged_statistics(opt_state: optax.OptState, model_state: Any) -> Any:
+  """The averages of statistics, or the statistics if the optimizer keeps none of them."""
+  if _average_params.averaging_statistics(opt_state):
+    return _average_params.averaged_model_state(opt_state, model_state)
+  return model_state
 
 
 def _schedule_free(opt_state: optax.OptState) -> list[optax.contrib.ScheduleFreeState]:

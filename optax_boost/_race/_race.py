@@ -66,9 +66,10 @@ def race(
       held-out data: a scalar, or a dictionary of scalars. Called as it is, so jit it yourself. If
       the optimizer keeps an average (:func:`average_params`, ``optax.contrib.schedule_free``),
       `params` is the average, also inside wrappers; the training loss is of the params that train.
-      `model_state` is the training's: BatchNorm's running statistics in it belong to other params
-      than the average, so let `evaluate` estimate them again (``nnx.estimate_batch_stats``,
-      ``linen.estimate_batch_stats``).
+      `model_state` is the training's, or its average with ``average_params(...,
+      model_state=model_state)``. BatchNorm's running statistics belong to other params than the
+      average: keep their average, too, or let `evaluate` estimate them again
+      (``nnx.estimate_batch_stats``, ``linen.estimate_batch_stats``).
     points: the most points of a curve. More cost more evaluations.
     has_model_state: whether the loss carries mutable statistics.
     full_grad_fn: as for :func:`make_train_step`, for :func:`svrg`.

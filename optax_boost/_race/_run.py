@@ -223,7 +223,7 @@ class Method:
     for length in self._problem.blocks:
       losses = training.advance(length)[0].reshape(length, -1)
       totals.append(self._counter.total())
-      trained = self._evaluated_params(training.state, len(seeds)), training.state.model_state
+      trained = self._evaluated(training.state, len(seeds))
       for i, seed in enumerate(seeds):
         of_seed = trained if len(seeds) == 1 else jax.tree.map(lambda leaf, i=i: leaf[i], trained)
         with np.errstate(all="ignore"):
@@ -238,13 +238,20 @@ class Method:
     self.points |= points
     return totals
 
-  def _evaluated_params(self, state: _train_step.TrainState, seeds: int) -> _types.Tree:
-    """The params, or the average that the optimizer keeps; several seeds are stacked."""
+  def _evaluated(
+    self, state: _train_step.TrainState, seeds: int
+  ) -> tuple[_types.Tree, _types.Tree]:
+    """Params and statistics, or their averages in the optimizer; several seeds are stacked."""
     average = _evaluated.find_average(state.opt_state, state.params)
     self.is_averaged = average is not None and self._problem.evaluate is not None
     if average is None or not self.is_averaged:
-      return state.params
-    return (average if seeds == 1 else jax.vmap(average))(state.opt_state, state.params)
+      return state.params, state.model_state
+
+    def read(state: _train_step.TrainState) -> tuple[_types.Tree, _types.Tree]:
+      statistics = _evaluated.averaged_statistics(state.opt_state, state.model_state)
+      return average(state.opt_state, state.params), statistics
+
+    return (read if seeds == 1 else jax.vmap(read))(state)
 
 
 def _stack_trees(trees: Sequence[_types.Tree]) -> Any:

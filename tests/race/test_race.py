@@ -641,6 +641,27 @@ def test_an_evaluation_may_estimate_the_statistics_of_an_average():
   np.testing.assert_allclose(result.curves["average"]["evaluation"][0, -1], expected, rtol=1e-4)
 
 
+@pytest.mark.parametrize("vmap", [False, True])
+def test_statistics_that_an_optimizer_averages_are_evaluated_as_averages(vmap):
+  def loss(params, statistics, batch):
+    return loss_fn(params, batch), {"sum": statistics["sum"] + 1}
+
+  statistics = {"sum": jnp.zeros([])}
+  average = {"params": optax_boost.average_params(optax.sgd(0.1), start=0)}
+  average["both"] = optax_boost.average_params(optax.sgd(0.1), start=0, model_state=statistics)
+  result = optax_boost.race(
+    loss,
+    lambda key: (init_fn(key), statistics),
+    DATA,
+    average,
+    **{"steps": 4, "seeds": 3, "has_model_state": True, "progress": False, "points": 1},
+    evaluate=lambda params, model_state: model_state["sum"],
+    vmap_seeds=vmap,
+  )
+  ends = {name: curves["evaluation"][:, -1].tolist() for name, curves in result.curves.items()}
+  assert ends == {"params": [4.0] * 3, "both": [(1 + 2 + 3 + 4) / 4] * 3}
+
+
 def test_the_pure_loss_of_an_nnx_model_keeps_its_variables():
   class Lazy(Network):
     def __call__(self, x):
