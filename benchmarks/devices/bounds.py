@@ -18,16 +18,17 @@ _ADASUM = (
   *(("collective-permute", 0), ("collective bytes", 1.1 * 2 * _WHOLE)),
 )
 _ADASUM_LEVELS = {"v5e-8": 3, "v5e-64": 6, "v5e-256": 8}
-# Kernels outside of the loops that make a step: two for each gradient's check, one for each sum; of
-# masters, whose step is computed ahead, one for the new master, each new moment and their sums.
+# Kernels outside of the loops that make a step: two for each gradient's check, and one for each sum
+# of a window.
 _IN_PLACE = {
   "accumulate": 75,
   "dynamic_loss_scale": 55,
-  "master_weights": 90,
+  "master_weights": 50,
 }
-# One loop for equal leaves; fan-in shards cross once there and once back.
+# One loop for equal leaves, and the one that a step in place may leave out; fan-in shards cross once
+# there and once back.
 _PERMUTING = ("sgperm pairs", "sgperm rank", "sgperm exact", "laperm")
-_LOOPS = {"sgperm pairs": 1, "sgperm rank": 1, "sgperm exact": 2}
+_LOOPS = {"sgperm pairs": 2, "sgperm rank": 2, "sgperm exact": 2}
 # Besides the permutation, each leaf writes its exact params, with "rank" its ranks, too.
 _KERNELS = {"sgperm pairs": 90, "sgperm rank": 90, "sgperm exact": 100, "laperm": 130}
 
