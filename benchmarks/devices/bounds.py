@@ -25,8 +25,8 @@ _IN_PLACE = {
   "dynamic_loss_scale": 55,
   "master_weights": 50,
 }
-# One loop for equal leaves, and the one that a step in place may leave out; fan-in shards cross once
-# there and once back.
+# One loop for equal leaves, and the one that a step in place may leave out; fan-in shards cross
+# once there and once back.
 _PERMUTING = ("sgperm pairs", "sgperm rank", "sgperm exact", "laperm")
 _LOOPS = {"sgperm pairs": 2, "sgperm rank": 2, "sgperm exact": 2}
 # Besides the permutation, each leaf writes its exact params, with "rank" its ranks, too.
