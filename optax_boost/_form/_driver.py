@@ -198,6 +198,13 @@ class Wrapper(Protocol):
     """
 
 
+def pass_on(
+  wrapper: Wrapper, call: Call, outcome: Outcome, state: Any, context: Any
+) -> tuple[Any, Any]:
+  """The method `after` of a wrapper that adds nothing to the outcome."""
+  return outcome.result, state
+
+
 def run(tx: optax.GradientTransformation, call: Call, state: Any) -> Outcome:
   """Calls a transformation, through its wrappers."""
   form = _form.form_of(tx.update)

@@ -117,14 +117,7 @@ class _LayerwiseDecay:
 
     return call._replace(landing=call.landing.changed(change)), state, None
 
-  def after(
-    self,
-    call: _driver.Call,
-    outcome: _driver.Outcome,
-    state: LayerwiseDecayState,
-    context: None,
-  ) -> tuple[Any, LayerwiseDecayState]:
-    return outcome.result, state
+  after = _driver.pass_on
 
   def _scaled(self, updates: optax.Updates) -> optax.Updates:
     def scale(i: Any, u: jax.Array) -> jax.Array:

@@ -158,14 +158,7 @@ class _SkipSpikes:
     )
     return call._replace(go=~skips), new_state, None
 
-  def after(
-    self,
-    call: _driver.Call,
-    outcome: _driver.Outcome,
-    state: SkipSpikesState,
-    context: None,
-  ) -> tuple[Any, SkipSpikesState]:
-    return outcome.result, state
+  after = _driver.pass_on
 
   def _squares(self, gradients: optax.Updates) -> jax.Array:
     squares = jnp.asarray(_arrays.sum_squares_of_tree(gradients), jnp.float32)
