@@ -27,6 +27,9 @@ _PATTERNS = "a regular expression, a sequence of them, at least one, or None"
 
 # A BatchNorm's mean and variance, by these names.
 Statistics = Mapping[str, Any]
+STATISTICS = ("mean", "var")
+# The means of these over a BatchNorm's uses, and the numbers of uses: the arguments of `of_uses`.
+SUMS = ("batch_mean", "batch_var", "uses", "frozen_uses")
 
 
 class Selection(NamedTuple):
@@ -117,7 +120,7 @@ def estimate(
       list(statistics),
     )
   new: dict[str, Statistics] = {
-    path: {name: x[name].astype(statistics[path][name].dtype) for name in ("mean", "var")}
+    path: {name: x[name].astype(statistics[path][name].dtype) for name in STATISTICS}
     for path, x in means.items()
     if path not in missed
   }

@@ -22,10 +22,6 @@ from optax_boost.linen import _adapter
 _COLLECTION = "batch_stats"
 _CALL = inspect.unwrap(nn.BatchNorm.__call__)
 _DROPOUT = inspect.unwrap(nn.Dropout.__call__)
-_STATISTICS = ("mean", "var")
-# Means over a BatchNorm's uses, and their numbers, in its collection, so that scans handle them as
-# they do the statistics.
-_SUMS = ("batch_mean", "batch_var", "uses", "frozen_uses")
 
 
 def estimate_batch_stats(
@@ -84,14 +80,15 @@ def estimate_batch_stats(
   paths = {path[:-1] for path in leaves if path[-1] == "mean" and (*path[:-1], "var") in leaves}
   norms = {"/".join(path): path for path in sorted(paths)}
   statistics = {
-    name: {statistic: leaves[*path, statistic] for statistic in _STATISTICS}
+    name: {statistic: leaves[*path, statistic] for statistic in _batch_stats.STATISTICS}
     for name, path in norms.items()
   }
   selection = _batch_stats.select(list(norms), only, exclude)
+  # The sums stand in the collection, so that scans handle them as they do the statistics.
   counted = leaves | {
     (*norms[name], of_uses): jnp.zeros_like(statistics[name]["mean"])
     for name in selection.paths
-    for of_uses in _SUMS
+    for of_uses in _batch_stats.SUMS
   }
   constants = {**collections, _COLLECTION: traverse_util.unflatten_dict(counted)}
   of_batch = _OfBatch(module, forward_fn or operator.call, selection)
@@ -143,7 +140,7 @@ class _OfBatch:
     leaves = traverse_util.flatten_dict(model.collections[_COLLECTION], sep="/")
     prefixes = {name: f"{name}/" if name else "" for name in chosen}
     return {
-      name: _batch_stats.of_uses(*(leaves[prefix + of_uses] for of_uses in _SUMS))
+      name: _batch_stats.of_uses(*(leaves[prefix + of_uses] for of_uses in _batch_stats.SUMS))
       for name, prefix in prefixes.items()
     }
 
@@ -157,10 +154,10 @@ class _OfBatch:
     axis_name = _base.bound_axis(norm.axis_name)
     settings = {"momentum": 0.0, "use_running_average": None, "axis_name": axis_name}
     saved_settings = {name: getattr(norm, name) for name in settings}
-    names = (*_STATISTICS, *_SUMS) if is_chosen else _STATISTICS
+    names = (*_batch_stats.STATISTICS, *_batch_stats.SUMS) if is_chosen else _batch_stats.STATISTICS
     before: dict[str, Any] = {name: norm.get_variable(_COLLECTION, name) for name in names}
     if by_batch:
-      for name in _STATISTICS:
+      for name in _batch_stats.STATISTICS:
         # Zeros, as 0 times a running statistic that is NaN would be NaN.
         norm.put_variable(_COLLECTION, name, jnp.zeros_like(before[name]))
     # Linen's modules are frozen; this one is bound for this call.
@@ -170,7 +167,7 @@ class _OfBatch:
     finally:
       vars(norm).update(saved_settings)
     if by_batch:
-      for name in _STATISTICS:
+      for name in _batch_stats.STATISTICS:
         new: Any = norm.get_variable(_COLLECTION, name)
         mean = _batch_stats.add_use(before[f"batch_{name}"], new, before["uses"])
         norm.put_variable(_COLLECTION, f"batch_{name}", mean)

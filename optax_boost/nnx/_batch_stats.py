@@ -125,7 +125,7 @@ def estimate_batch_stats(
     kind: Any = type(norm)
     norm.__class__ = _averaging(kind)
     norm.is_chosen, norm.is_named = path in selection.paths, selection.named
-    for name in _SUMS:
+    for name in _batch_stats.SUMS:
       setattr(norm, name, nnx.BatchStat(jnp.zeros_like(norm.mean[...])))
   # Of one function and structure, all share a compiled program.
   forward = jax.tree_util.Partial(forward_fn or operator.call)
@@ -144,12 +144,9 @@ def _of_batch(forward_fn: Any, graphdef: nnx.GraphDef, state: Any, chosen: Any, 
   forward_fn(model, _adapter.plain_batch(batch))
   norms = _less_bn.modules(model, nnx.BatchNorm)
   return {
-    path: _batch_stats.of_uses(*(getattr(norms[path], name)[...] for name in _SUMS))
+    path: _batch_stats.of_uses(*(getattr(norms[path], name)[...] for name in _batch_stats.SUMS))
     for path in chosen
   }
-
-
-_SUMS = ("batch_mean", "batch_var", "uses", "frozen_uses")
 
 
 class _Averaging(nnx.BatchNorm):
