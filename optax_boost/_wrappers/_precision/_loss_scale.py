@@ -223,13 +223,12 @@ class _LossScale:
   def before(
     self, call: _driver.Call, state: DynamicLossScaleState
   ) -> tuple[_driver.Call, DynamicLossScaleState, jax.Array]:
+    divide = functools.partial(self._unscale, state.loss_scale)
+
     def unscaled() -> tuple[optax.Updates, dict[str, Any]]:
-      return _masking.map_gradients(
-        functools.partial(self._unscale, state.loss_scale), *call.gradients()
-      )
+      return _masking.map_gradients(divide, *call.gradients())
 
     def are_finite() -> jax.Array:
-      divide = functools.partial(self._unscale, state.loss_scale)
       grads, _ = call.gradients()
       return self._agree(_finiteness.all_finite(grads, state.loss_scale, divide))
 
