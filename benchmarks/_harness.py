@@ -4,10 +4,7 @@ Rounds make the comparison fair on a machine whose speed drifts: contenders of o
 same machine, so the ratio within a round means something even where the seconds don't.
 """
 
-from collections.abc import Callable
-from collections.abc import Iterator
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
 from importlib import metadata

@@ -1,8 +1,6 @@
 """Work in other processes: a generator that can be given up, a pool with a core for each."""
 
-from collections.abc import Callable
-from collections.abc import Iterable
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 import concurrent.futures
 import math
 import multiprocessing

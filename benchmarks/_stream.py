@@ -1,7 +1,6 @@
 """The memory-bandwidth floors in C, compiled for this machine when asked for."""
 
-from collections.abc import Callable
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import ctypes
 import pathlib
 import subprocess

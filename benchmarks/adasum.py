@@ -1,8 +1,7 @@
 """AdaSum against the mean: ``python -m benchmarks.adasum --rounds 40 --out benchmarks/results``."""
 
 import argparse
-from collections.abc import Callable
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import math
 import os
 import pathlib

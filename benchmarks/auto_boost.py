@@ -5,17 +5,14 @@ images (see ``--cifar``), it trains on those as well as on digits.
 """
 
 import argparse
-from collections.abc import Callable
-from collections.abc import Iterator
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 import dataclasses
 import functools
 import json
 import os
 import pathlib
 import time
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from flax import nnx
 import jax
@@ -25,8 +22,7 @@ import optax
 from sklearn.datasets import load_digits
 from tqdm import tqdm
 
-from benchmarks import _harness
-from benchmarks import _process
+from benchmarks import _harness, _process
 import optax_boost.nnx
 
 _BASE = "O0"

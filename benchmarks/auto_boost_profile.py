@@ -14,8 +14,7 @@ import numpy as np
 import optax
 from tqdm import tqdm
 
-from benchmarks import _harness
-from benchmarks import auto_boost
+from benchmarks import _harness, auto_boost
 import optax_boost
 import optax_boost.nnx
 

@@ -11,8 +11,7 @@ from collections.abc import Callable
 import itertools
 import pathlib
 import sys
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from flax import nnx
 import jax.numpy as jnp

@@ -13,8 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from benchmarks import _harness
-from benchmarks import _stream
+from benchmarks import _harness, _stream
 import optax_boost
 
 _K = 32

@@ -9,8 +9,7 @@ import contextlib
 import itertools
 import pathlib
 import time
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from flax import linen as nn
 import jax

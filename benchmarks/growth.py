@@ -4,8 +4,7 @@ With the number of parameters, of leaves, of a subspace's components and of devi
 """
 
 import argparse
-from collections.abc import Callable
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import dataclasses
 import pathlib
 import time
@@ -17,9 +16,11 @@ import numpy as np
 import optax
 from tqdm import tqdm
 
-from benchmarks import _harness
-from benchmarks import adasum  # Makes eight devices, before JAX starts.
-from benchmarks import plot
+from benchmarks import (
+  _harness,
+  adasum,  # Makes eight devices, before JAX starts.
+  plot,
+)
 import optax_boost
 
 _BASE, _MEAN = "optax.sgd", "lax.pmean"

@@ -7,9 +7,7 @@ from typing import Any
 from flax import nnx
 import jax.numpy as jnp
 
-from benchmarks import _harness
-from benchmarks import auto_boost
-from benchmarks import auto_boost_profile as profile
+from benchmarks import _harness, auto_boost, auto_boost_profile as profile
 import optax_boost.nnx
 
 _IMAGE = (1, 8, 8, 1)

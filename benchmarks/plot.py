@@ -1,7 +1,6 @@
 """Pictures for the docs, which go to ``docs/figures``."""
 
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import io
 import math
 import pathlib

@@ -5,8 +5,7 @@ docs include, to ``docs/figures``.
 """
 
 import argparse
-from collections.abc import Callable
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 import dataclasses
 import functools
 import pathlib
@@ -21,8 +20,7 @@ import numpy as np
 import optax
 import scipy.optimize
 
-from benchmarks import _harness
-from benchmarks import plot
+from benchmarks import _harness, plot
 import optax_boost
 from optax_boost import RaceResult
 import optax_boost.nnx
@@ -31,8 +29,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "examples"))
 
 from _data import digits  # noqa: E402
-from _methods import METHODS  # noqa: E402
-from _methods import rate  # noqa: E402
+from _methods import METHODS, rate  # noqa: E402
 import _model  # noqa: E402
 from _model import CNN  # noqa: E402
 import _training  # noqa: E402

@@ -8,8 +8,7 @@ from flax import linen as nn
 import jax
 import jax.numpy as jnp
 
-from benchmarks import _harness
-from benchmarks import freezing
+from benchmarks import _harness, freezing
 import optax_boost.linen
 
 _ABOUT = """\

@@ -22,8 +22,7 @@ from sklearn import datasets
 from benchmarks import _harness
 from benchmarks.peers import sgperm_reference
 import optax_boost
-from optax_boost._methods._sgperm import _device
-from optax_boost._methods._sgperm import _host
+from optax_boost._methods._sgperm import _device, _host
 
 _REFERENCE = "as published"
 _HYPER = {

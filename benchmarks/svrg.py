@@ -1,8 +1,7 @@
 """SVRG against its peers: ``python -m benchmarks.svrg --rounds 60 --out benchmarks/results``."""
 
 import argparse
-from collections.abc import Callable
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import contextlib
 import itertools
 import pathlib

@@ -7,8 +7,7 @@ import pathlib
 import re
 
 from docutils import nodes
-from docutils.utils.math import MathError
-from docutils.utils.math import latex2mathml
+from docutils.utils.math import MathError, latex2mathml
 import jax
 import optax
 from PIL import Image

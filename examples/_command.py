@@ -1,14 +1,11 @@
 """The command line of an example: a wrong argument is one line, Ctrl-C leaves nothing behind."""
 
 import argparse
-from collections.abc import Callable
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import os
 from pathlib import Path
 import sys
-from typing import TYPE_CHECKING
-from typing import NoReturn
-from typing import TypeVar
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 import _pictures
 

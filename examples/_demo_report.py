@@ -1,7 +1,6 @@
 """The results of a run of the demo: a table of ratios, sentences and a picture."""
 
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from _transformer_training import Run
 from matplotlib import patheffects

@@ -1,8 +1,6 @@
 """The methods that large_batch.py compares. A new one joins by one entry in METHODS."""
 
-from collections.abc import Callable
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import optax

@@ -1,13 +1,9 @@
 """Trains the network with several methods, and measures it on the test part."""
 
-from collections.abc import Callable
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-from _data import Data
-from _data import Part
-from _model import CNN
-from _model import loss_fn
+from _data import Data, Part
+from _model import CNN, loss_fn
 from flax import nnx
 import jax
 import jax.numpy as jnp

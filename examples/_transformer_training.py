@@ -1,11 +1,8 @@
 """Trains the transformer, and keeps its loss on held-out text against processor time."""
 
-from collections.abc import Callable
-from collections.abc import Iterable
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 import time
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import _transformer
 import jax

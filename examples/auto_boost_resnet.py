@@ -8,16 +8,13 @@ first of each depth of freezing) don't count. A picture shows the same, seed by 
 """
 
 import argparse
-from collections.abc import Iterable
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 import time
 from typing import NamedTuple
 
-from _data import batches
-from _data import digits
-from _pictures import check_writable
-from _pictures import save
+from _data import batches, digits
+from _pictures import check_writable, save
 from flax import nnx
 import jax
 import jax.numpy as jnp

@@ -5,13 +5,10 @@ Python brings: a level of `auto_boost`, frozen layers, layer-wise decay, accumul
 prints a table of times, losses and memory, and saves a picture.
 """
 
-from collections.abc import Callable
-from collections.abc import Iterator
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 import sys
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import _command
 import _memory
@@ -20,16 +17,18 @@ NAME, OUT = "demo", "out/demo.png"
 
 try:  # JAX takes seconds to import: long enough for a Ctrl-C.
   _memory.keep_freed_memory()
-  from _demo_report import ALL
-  from _demo_report import AT_ONCE
-  from _demo_report import DECAY
-  from _demo_report import HALF
-  from _demo_report import MICRO_BATCHES
-  from _demo_report import O0
-  from _demo_report import O1
-  from _demo_report import Results
-  from _demo_report import picture
-  from _demo_report import report
+  from _demo_report import (
+    ALL,
+    AT_ONCE,
+    DECAY,
+    HALF,
+    MICRO_BATCHES,
+    O0,
+    O1,
+    Results,
+    picture,
+    report,
+  )
   import _texts
   import _transformer
   import _transformer_training as training

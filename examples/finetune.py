@@ -5,13 +5,10 @@ standard library with every way and seed. Prints a table and saves a picture of 
 time. `--tune` first chooses each way's learning rate on validation text; else all have one rate.
 """
 
-from collections.abc import Callable
-from collections.abc import Iterator
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 import sys
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import _command
 import _memory

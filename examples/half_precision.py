@@ -10,8 +10,7 @@ import argparse
 from collections.abc import Callable
 from typing import NamedTuple
 
-from _data import batches
-from _data import digits
+from _data import batches, digits
 from flax import nnx
 import jax
 import jax.numpy as jnp

@@ -15,19 +15,11 @@ import _command
 NAME, OUT = "large_batch", "out/large_batch.png"
 
 try:  # JAX takes seconds to import: long enough for a Ctrl-C.
-  from _data import KEYS
-  from _data import Data
-  from _data import digits
-  from _data import from_npz
-  from _methods import BASELINE
-  from _methods import METHODS
+  from _data import KEYS, Data, digits, from_npz
+  from _methods import BASELINE, METHODS
   from _pictures import check_writable
   from _report import Report
-  from _training import BATCH_SIZE
-  from _training import STEPS
-  from _training import default_epochs
-  from _training import race
-  from _training import steps_per_epoch
+  from _training import BATCH_SIZE, STEPS, default_epochs, race, steps_per_epoch
   import jax
   from matplotlib.figure import Figure
 except KeyboardInterrupt:

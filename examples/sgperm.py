@@ -7,23 +7,15 @@ permutes as a seed and integers.
 """
 
 import argparse
-from collections.abc import Callable
-from collections.abc import Iterator
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 import functools
 import itertools
 from pathlib import Path
 import time
 from typing import NamedTuple
 
-from _data import KEYS
-from _data import Data
-from _data import Part
-from _data import digits
-from _data import from_npz
-from _pictures import check_writable
-from _pictures import save
+from _data import KEYS, Data, Part, digits, from_npz
+from _pictures import check_writable, save
 import jax
 import jax.numpy as jnp
 from matplotlib.figure import Figure

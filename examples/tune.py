@@ -9,11 +9,7 @@ import itertools
 
 from _data import digits
 from _methods import METHODS
-from _training import ACCURACY
-from _training import BATCH_SIZE
-from _training import default_epochs
-from _training import race
-from _training import steps_per_epoch
+from _training import ACCURACY, BATCH_SIZE, default_epochs, race, steps_per_epoch
 import numpy as np
 
 SEEDS = range(1000, 1005)

@@ -7,8 +7,7 @@ looked at. O0 sees as many characters in small batches as in large ones.
 import argparse
 import itertools
 
-from _demo_report import O0
-from _demo_report import O1
+from _demo_report import O0, O1
 import _texts
 import _transformer
 import _transformer_training as training

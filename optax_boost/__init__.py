@@ -4,60 +4,48 @@ Flax is imported with ``optax_boost.nnx`` and ``optax_boost.linen`` alone, when 
 """
 
 import importlib
-from typing import TYPE_CHECKING
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from optax_boost._form._apply_gradients import apply_gradients
 from optax_boost._foundation._base import NoEffectWarning
 from optax_boost._foundation._full_gradient import full_gradient
 from optax_boost._foundation._path_mask import path_mask
-from optax_boost._levels import AutoBoost
-from optax_boost._levels import auto_boost
-from optax_boost._methods._adasum import adasum
-from optax_boost._methods._adasum import adasum_reduce
+from optax_boost._levels import AutoBoost, auto_boost
+from optax_boost._methods._adasum import adasum, adasum_reduce
 from optax_boost._methods._centralization import centralize
-from optax_boost._methods._dim_reduce import Subspace
-from optax_boost._methods._dim_reduce import dim_reduce
-from optax_boost._methods._dim_reduce import fit_subspace
-from optax_boost._methods._dim_reduce import record_trajectory
-from optax_boost._methods._dim_reduce import refresh_subspace
-from optax_boost._methods._dim_reduce import snapshots
-from optax_boost._methods._lars import lars
-from optax_boost._methods._lars import scale_by_lars_trust_ratio
-from optax_boost._methods._sgperm import PermutedParams
-from optax_boost._methods._sgperm import laperm
-from optax_boost._methods._sgperm import permuted_params
-from optax_boost._methods._sgperm import sgperm
-from optax_boost._methods._svrg import refresh_svrg
-from optax_boost._methods._svrg import svrg
-from optax_boost._race import RaceResult
-from optax_boost._race import race
-from optax_boost._sequences import LengthSchedule
-from optax_boost._sequences import cut_sequences
-from optax_boost._sequences import sequence_length_warmup
+from optax_boost._methods._dim_reduce import (
+  Subspace,
+  dim_reduce,
+  fit_subspace,
+  record_trajectory,
+  refresh_subspace,
+  snapshots,
+)
+from optax_boost._methods._lars import lars, scale_by_lars_trust_ratio
+from optax_boost._methods._sgperm import PermutedParams, laperm, permuted_params, sgperm
+from optax_boost._methods._svrg import refresh_svrg, svrg
+from optax_boost._race import RaceResult, race
+from optax_boost._sequences import LengthSchedule, cut_sequences, sequence_length_warmup
 from optax_boost._trace._layer_axes import layer_axes
-from optax_boost._trace._layer_groups import LayerGroups
-from optax_boost._trace._layer_groups import LayerSlice
-from optax_boost._trace._layer_groups import layer_groups
-from optax_boost._train_step import TrainState
-from optax_boost._train_step import TrainStep
-from optax_boost._train_step import flatten_metrics
-from optax_boost._train_step import make_train_step
+from optax_boost._trace._layer_groups import LayerGroups, LayerSlice, layer_groups
+from optax_boost._train_step import TrainState, TrainStep, flatten_metrics, make_train_step
 from optax_boost._wrappers._accumulation import accumulate
-from optax_boost._wrappers._average_params import average_params
-from optax_boost._wrappers._average_params import averaged_model_state
-from optax_boost._wrappers._average_params import averaged_params
-from optax_boost._wrappers._freezing import FreezeSchedule
-from optax_boost._wrappers._freezing import continuous_freezing
-from optax_boost._wrappers._freezing import fixed_freezing
-from optax_boost._wrappers._freezing import freeze_layers
-from optax_boost._wrappers._freezing import gradual_unfreezing
-from optax_boost._wrappers._freezing import interval_freezing
-from optax_boost._wrappers._freezing import progressive_freezing
+from optax_boost._wrappers._average_params import (
+  average_params,
+  averaged_model_state,
+  averaged_params,
+)
+from optax_boost._wrappers._freezing import (
+  FreezeSchedule,
+  continuous_freezing,
+  fixed_freezing,
+  freeze_layers,
+  gradual_unfreezing,
+  interval_freezing,
+  progressive_freezing,
+)
 from optax_boost._wrappers._layerwise_decay import layerwise_decay
-from optax_boost._wrappers._precision import dynamic_loss_scale
-from optax_boost._wrappers._precision import master_weights
-from optax_boost._wrappers._precision import stochastic_rounding
+from optax_boost._wrappers._precision import dynamic_loss_scale, master_weights, stochastic_rounding
 from optax_boost._wrappers._skip_spikes import skip_spikes
 from optax_boost._wrappers._switch import switch_after
 

@@ -13,21 +13,17 @@ Sources: Li, Zhang & He, "The Stability-Efficiency Dilemma", arXiv:2108.06084 (D
 truncates sequences); Zhu et al., "SkyLadder", arXiv:2503.15450 (it masks attention).
 """
 
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import dataclasses
 import math
 import re
-from typing import Any
-from typing import Literal
-from typing import TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_boost._foundation import _base
-from optax_boost._foundation import _tree
+from optax_boost._foundation import _base, _tree
 
 # Each length is a shape of the batch, for which a train step is compiled.
 _MOST_LENGTHS = 5

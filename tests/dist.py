@@ -7,8 +7,7 @@ the sdist. The sdist's copy of the package is removed first, so the installed on
 """
 
 import argparse
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import importlib.util
 import os
 import pathlib

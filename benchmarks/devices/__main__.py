@@ -14,10 +14,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # beside another process
 
 from benchmarks import _harness
-from benchmarks.devices import bounds
-from benchmarks.devices import cases
-from benchmarks.devices import chips
-from benchmarks.devices import programs
+from benchmarks.devices import bounds, cases, chips, programs
 
 _COLUMNS = ("kernels", "loops", "collectives", "sent, MB", "temporary, MB", "accessed, MB", "s")
 _ABOUT = f"""\

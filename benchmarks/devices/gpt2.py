@@ -16,10 +16,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from benchmarks import _harness
-from benchmarks import models
-from benchmarks.devices import chips
-from benchmarks.devices import programs
+from benchmarks import _harness, models
+from benchmarks.devices import chips, programs
 import optax_boost
 
 _BATCH, _LENGTH = 8, 512

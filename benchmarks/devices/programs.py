@@ -11,8 +11,7 @@ import jax
 import numpy as np
 
 from benchmarks import _process
-from benchmarks.devices import cases
-from benchmarks.devices import chips
+from benchmarks.devices import cases, chips
 
 _COLLECTIVES = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute"
 _KERNELS = ("fusion", "copy", "custom-call", "sort", "transpose", "reduce", "scatter")

@@ -15,10 +15,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from benchmarks import _harness
-from benchmarks import models
-from benchmarks.devices import chips
-from benchmarks.devices import programs
+from benchmarks import _harness, models
+from benchmarks.devices import chips, programs
 import optax_boost.linen
 
 # Of one chip: bytes and operations per second, and the memory, by its data sheet.

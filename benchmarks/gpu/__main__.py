@@ -9,8 +9,7 @@ import pathlib
 import time
 from typing import Any
 
-from benchmarks import _harness
-from benchmarks import _process
+from benchmarks import _harness, _process
 from benchmarks.gpu import parts
 
 _LIMIT = 540.0

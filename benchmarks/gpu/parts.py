@@ -1,7 +1,6 @@
 """The parts of the table; each yields its rows as they are measured."""
 
-from collections.abc import Callable
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 import time
 from typing import Any
 
@@ -11,8 +10,7 @@ import numpy as np
 import optax
 
 from benchmarks import models
-from benchmarks.gpu import sizes
-from benchmarks.gpu import timing
+from benchmarks.gpu import sizes, timing
 import optax_boost
 import optax_boost.linen
 

@@ -6,9 +6,7 @@ Each level has a process of its own, as the first configuration of a process cou
 import sys
 
 import mindspore as ms
-from mindspore import boost
-from mindspore import nn
-from mindspore import ops
+from mindspore import boost, nn, ops
 import numpy as np
 from serve import serve
 

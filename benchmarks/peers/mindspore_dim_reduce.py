@@ -4,8 +4,7 @@ import json
 import sys
 
 import mindspore as ms
-from mindspore import nn
-from mindspore import ops
+from mindspore import nn, ops
 from mindspore.boost.dim_reduce import DimReduce
 import numpy as np
 from serve import serve

@@ -8,9 +8,7 @@ which holds the cells of all depths and takes the depth from its strategy at run
 import sys
 
 import mindspore as ms
-from mindspore import boost
-from mindspore import nn
-from mindspore import ops
+from mindspore import boost, nn, ops
 import numpy as np
 from serve import serve
 

@@ -5,8 +5,7 @@ depth-first search with a stack that gets all open neighbours of an entry at onc
 what it is measured for.
 """
 
-from collections.abc import Callable
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np

@@ -4,11 +4,8 @@ from typing import Any
 
 import optax
 
-from optax_boost._form import _driver
-from optax_boost._form import _own_state
-from optax_boost._foundation import _arrays
-from optax_boost._foundation import _base
-from optax_boost._foundation import _tree
+from optax_boost._form import _driver, _own_state
+from optax_boost._foundation import _arrays, _base, _tree
 
 
 def apply_gradients(

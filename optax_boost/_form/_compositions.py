@@ -6,16 +6,12 @@ transformation or a tuple of them. The compositions of optax keep them in variab
 ``update``; one table says in which, and where the state of each part is.
 """
 
-from collections.abc import Callable
-from collections.abc import Iterator
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 import copy
 import inspect
 import itertools
 import types
-from typing import Any
-from typing import NamedTuple
-from typing import TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import optax

@@ -16,25 +16,17 @@ Loop inputs are materialized, so gradients are passed as a function: a wrapper's
 becomes a part of the loop's work on each leaf.
 """
 
-from collections.abc import Callable
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import dataclasses
 import functools
-from typing import Any
-from typing import NamedTuple
-from typing import Protocol
-from typing import TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from optax_boost._form import _finiteness
-from optax_boost._form import _form
-from optax_boost._form import _protocol
-from optax_boost._foundation import _conditional
-from optax_boost._foundation import _masking
-from optax_boost._foundation import _tree
+from optax_boost._form import _finiteness, _form, _protocol
+from optax_boost._foundation import _conditional, _masking, _tree
 
 # Makes the gradients and the extra arguments of ``update``.
 Gradients: TypeAlias = Callable[[], tuple[optax.Updates, dict[str, Any]]]

@@ -10,8 +10,7 @@ them true if it bounds the magnitude, and passes all entries whose square is fin
 """
 
 import collections
-from collections.abc import Callable
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import functools
 import math
 from typing import Any
@@ -19,8 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optax_boost._foundation import _arrays
-from optax_boost._foundation import _conditional
+from optax_boost._foundation import _arrays, _conditional
 
 # XLA 1: of params with fewer entries than `_SMALL`, `_TOGETHER` are checked in one loop, which
 # compiles in the square of their number.

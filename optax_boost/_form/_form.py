@@ -2,14 +2,12 @@
 
 from collections.abc import Callable
 import dataclasses
-from typing import Any
-from typing import Literal
+from typing import Any, Literal
 
 import optax
 
 from optax_boost._form import _protocol
-from optax_boost._foundation import _base
-from optax_boost._foundation import _tree
+from optax_boost._foundation import _base, _tree
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_boost._foundation import _tree
-from optax_boost._foundation import _types
+from optax_boost._foundation import _tree, _types
 
 _NUMBER_KINDS = (jnp.floating, jnp.complexfloating, jnp.integer)
 

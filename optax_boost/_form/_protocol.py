@@ -30,17 +30,13 @@ import collections
 from collections.abc import Callable
 import functools
 import operator
-from typing import Any
-from typing import NamedTuple
-from typing import TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
 import optax
 
-from optax_boost._foundation import _base
-from optax_boost._foundation import _tree
-from optax_boost._foundation import _types
+from optax_boost._foundation import _base, _tree, _types
 
 LOSS_SCALE = "loss_scale"
 FROZEN_GROUPS = "frozen_groups"

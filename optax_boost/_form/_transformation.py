@@ -14,9 +14,7 @@ from typing import Any
 
 import optax
 
-from optax_boost._form import _driver
-from optax_boost._form import _form
-from optax_boost._form import _order
+from optax_boost._form import _driver, _form, _order
 from optax_boost._foundation import _arrays
 
 

@@ -1,8 +1,6 @@
 """Arrays of leaves: dtypes, sums, counters, places on devices, stacks of small ones."""
 
-from collections.abc import Callable
-from collections.abc import Hashable
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 import functools
 from typing import Any
 

@@ -6,8 +6,7 @@ import math
 import numbers
 import re
 import sys
-from typing import Any
-from typing import TypeGuard
+from typing import Any, TypeGuard
 import warnings
 
 import jax

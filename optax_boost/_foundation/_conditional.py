@@ -1,15 +1,13 @@
 """Computations under a condition, in place where XLA can."""
 
-from collections.abc import Callable
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from optax_boost._foundation import _base
-from optax_boost._foundation import _types
+from optax_boost._foundation import _base, _types
 
 
 def is_concrete(condition: _types.Unchecked) -> bool:

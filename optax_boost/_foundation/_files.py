@@ -4,8 +4,7 @@ from collections.abc import Callable
 import os
 import pathlib
 import secrets
-from typing import Any
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 
 def write_atomically(path: str | os.PathLike[str], write: Callable[[BinaryIO], Any]) -> None:

@@ -1,8 +1,6 @@
 """The mean gradient over all of the data, in one pass over its batches."""
 
-from collections.abc import Callable
-from collections.abc import Iterable
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 import functools
 import math
 import numbers
@@ -13,10 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_boost._foundation import _arrays
-from optax_boost._foundation import _base
-from optax_boost._foundation import _progress
-from optax_boost._foundation import _tree
+from optax_boost._foundation import _arrays, _base, _progress, _tree
 
 _METHOD = "full_gradient"
 

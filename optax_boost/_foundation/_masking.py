@@ -1,14 +1,12 @@
 """Leaves that optax hides by masks, and gradients among extra arguments."""
 
-from collections.abc import Callable
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import optax
 
-from optax_boost._foundation import _tree
-from optax_boost._foundation import _types
+from optax_boost._foundation import _tree, _types
 
 
 def mask_like(tree: _types.Tree, masked: _types.Tree) -> _types.Tree:

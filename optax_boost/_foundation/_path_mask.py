@@ -5,8 +5,7 @@ from typing import Any
 
 import jax
 
-from optax_boost._foundation import _base
-from optax_boost._foundation import _tree
+from optax_boost._foundation import _base, _tree
 
 
 def path_mask(*patterns: str) -> Callable[[Any], Any]:

@@ -1,19 +1,14 @@
 """Leaf paths, selecting leaves by pattern, and checks of trees."""
 
-from collections.abc import Callable
-from collections.abc import Hashable
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 import re
-from typing import Any
-from typing import NamedTuple
-from typing import TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from optax_boost._foundation import _base
-from optax_boost._foundation import _types
+from optax_boost._foundation import _base, _types
 
 # The key paths from an NNX variable to its value.
 _BOXED = [(jax.tree_util.GetAttrKey(name),) for name in ("value", "raw_value")]

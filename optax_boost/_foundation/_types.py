@@ -1,22 +1,35 @@
-"""Types of the trees and arrays that pass between the modules; imports nothing else of ours.
+"""Names of the types that pass between the modules; imports nothing else of ours.
 
-mypy finds no types of optax, so to it a name of optax's is ``Any``. The names here are not: a tree
-is an ``object``, which only functions of ``jax.tree`` look into.
+mypy finds no types of optax, so to it a name of optax's is ``Any``; so are the names of trees here.
+They tell a reader what a tree is. Arrays whose shape is promised have a name that says it.
 """
 
-from collections.abc import Callable
-from collections.abc import Mapping
-from typing import Any
-from typing import TypeAlias
-from typing import TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias, TypeVar
 
 import jax
 from jax.extend import core as jax_core
 
-# Any pytree: params, gradients, states, batches, masks.
+# Any pytree, where nothing more is known of it.
 Tree: TypeAlias = object
 # A tree that a function gives back with other leaves.
 SameTree = TypeVar("SameTree")
+# Pytrees of arrays: what a loss is differentiated by; gradients, or what is added to params, of
+# the params' structure; the state of a transformation; what a model keeps beside its params, as
+# running statistics; what a loss reads besides.
+Params: TypeAlias = Any
+Updates: TypeAlias = Any
+OptState: TypeAlias = Any
+ModelState: TypeAlias = Any
+Batch: TypeAlias = Any
+# The structure of a pytree.
+TreeDef: TypeAlias = jax.tree_util.PyTreeDef
+# Arrays of shape (): a count of steps is an int32, a condition a bool, a loss or a norm a float.
+IntScalar: TypeAlias = jax.Array
+BoolScalar: TypeAlias = jax.Array
+FloatScalar: TypeAlias = jax.Array
+# A number, or a schedule: a function from the count of steps to a number.
+ScalarOrSchedule: TypeAlias = float | jax.Array | Callable[[Any], Any]
 # The value of an argument before its check, or a leaf of any type.
 Unchecked: TypeAlias = object
 # The path of a leaf or a node, in JAX's keys.

@@ -10,5 +10,4 @@ The modules, each of which imports those before it:
   _build            from a level or a configuration to the model and the transformation
 """
 
-from optax_boost._levels._build import AutoBoost as AutoBoost
-from optax_boost._levels._build import auto_boost as auto_boost
+from optax_boost._levels._build import AutoBoost as AutoBoost, auto_boost as auto_boost

@@ -1,7 +1,6 @@
 """From a level or a configuration to the model and the transformation."""
 
-from collections.abc import Callable
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 import dataclasses
 import functools
 from typing import Any
@@ -11,19 +10,11 @@ import optax
 
 from optax_boost import _sequences
 from optax_boost._form import _compositions
-from optax_boost._foundation import _base
-from optax_boost._foundation import _tree
-from optax_boost._levels import _config
-from optax_boost._levels import _first_windows
-from optax_boost._levels import _levels
-from optax_boost._levels import _method_settings
-from optax_boost._methods import _centralization
-from optax_boost._methods import _less_bn
-from optax_boost._trace import _layer_axes
-from optax_boost._trace import _layer_groups
-from optax_boost._wrappers import _accumulation
-from optax_boost._wrappers import _average_params
-from optax_boost._wrappers import _freezing
+from optax_boost._foundation import _base, _tree
+from optax_boost._levels import _config, _first_windows, _levels, _method_settings
+from optax_boost._methods import _centralization, _less_bn
+from optax_boost._trace import _layer_axes, _layer_groups
+from optax_boost._wrappers import _accumulation, _average_params, _freezing
 
 
 @dataclasses.dataclass

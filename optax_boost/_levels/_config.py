@@ -1,16 +1,12 @@
 """Reads MindSpore's ``boost_config_dict``, word for word: a dict, JSON, or a file of JSON."""
 
-from collections.abc import Callable
-from collections.abc import Iterable
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 import difflib
 import json
 import os
 import pathlib
 import sys
-from typing import Any
-from typing import NamedTuple
-from typing import TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from optax_boost._foundation import _base
 

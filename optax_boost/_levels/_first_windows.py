@@ -5,12 +5,10 @@ that the model cuts to the length of its input, and a mean over the tokens of ea
 for a window of padding. In a training both are NaN, or nothing shows if JAX clamps the index.
 """
 
-from collections.abc import Callable
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 import contextlib
 import math
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from jax.experimental import checkify

@@ -1,8 +1,7 @@
 """The decision of which methods are on: by our levels, or as MindSpore decides."""
 
 from collections.abc import Iterable
-from typing import Any
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from optax_boost._levels import _config
 

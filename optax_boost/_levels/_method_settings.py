@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_boost._foundation import _arrays
-from optax_boost._methods import _adasum
-from optax_boost._methods import _dim_reduce
+from optax_boost._methods import _adasum, _dim_reduce
 from optax_boost._wrappers import _freezing
 
 

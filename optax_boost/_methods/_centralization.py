@@ -4,18 +4,14 @@ G_j <- G_j - mean_i(G_ij)      for each output j, i over the weights that lead t
 """
 
 import math
-from typing import Any
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from optax_boost._form import _transformation
-from optax_boost._foundation import _arrays
-from optax_boost._foundation import _base
-from optax_boost._foundation import _tree
-from optax_boost._foundation import _types
+from optax_boost._foundation import _arrays, _base, _tree, _types
 from optax_boost._methods import _leaves
 from optax_boost._trace import _layer_axes
 

@@ -11,24 +11,17 @@ Source: You, Gitman, Ginsburg, "Large Batch Training of Convolutional Networks",
 arXiv:1708.03888, in the form of MXNet 2's ``optimizer.LARS``.
 """
 
-from collections.abc import Callable
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import functools
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_boost._form import _finiteness
-from optax_boost._form import _protocol
-from optax_boost._form import _transformation
-from optax_boost._foundation import _arrays
-from optax_boost._foundation import _base
-from optax_boost._foundation import _tree
-from optax_boost._foundation import _types
+from optax_boost._form import _finiteness, _protocol, _transformation
+from optax_boost._foundation import _arrays, _base, _tree, _types
 from optax_boost._methods import _leaves
 from optax_boost._trace import _layer_axes
 

@@ -5,17 +5,13 @@ which reads them from a trace of the loss (``extra_args`` in
 :mod:`optax_boost._form._transformation`).
 """
 
-from collections.abc import Callable
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from optax_boost._foundation import _base
-from optax_boost._foundation import _tree
-from optax_boost._foundation import _types
+from optax_boost._foundation import _base, _tree, _types
 from optax_boost._trace import _layer_axes
 
 

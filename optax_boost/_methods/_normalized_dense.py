@@ -19,8 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optax_boost._foundation import _arrays
-from optax_boost._foundation import _base
+from optax_boost._foundation import _arrays, _base
 
 # MindSpore's, on the squared norm.
 EPS = 1e-4

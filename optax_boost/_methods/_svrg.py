@@ -16,22 +16,14 @@ While s is near w, h varies with the batch as g does, so g - h varies less than 
 """
 
 from collections.abc import Callable
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from optax_boost._form import _finiteness
-from optax_boost._form import _protocol
-from optax_boost._form import _transformation
-from optax_boost._foundation import _arrays
-from optax_boost._foundation import _base
-from optax_boost._foundation import _conditional
-from optax_boost._foundation import _full_gradient
-from optax_boost._foundation import _masking
-from optax_boost._foundation import _tree
+from optax_boost._form import _finiteness, _protocol, _transformation
+from optax_boost._foundation import _arrays, _base, _conditional, _full_gradient, _masking, _tree
 
 _METHOD = "svrg"
 

@@ -1,10 +1,6 @@
 """`race`, its arguments and its batches."""
 
-from collections.abc import Callable
-from collections.abc import Iterable
-from collections.abc import Iterator
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import functools
 from typing import Any
 
@@ -12,10 +8,8 @@ import jax
 import numpy as np
 import optax
 
-from optax_boost._foundation import _base
-from optax_boost._foundation import _types
-from optax_boost._race import _result
-from optax_boost._race import _run
+from optax_boost._foundation import _base, _types
+from optax_boost._race import _result, _run
 
 
 def race(

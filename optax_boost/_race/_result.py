@@ -10,12 +10,10 @@ however the comparisons depend on each other.
 Source: Holm, "A simple sequentially rejective multiple test procedure", 1979.
 """
 
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import dataclasses
 import math
-from typing import TYPE_CHECKING
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from scipy import special

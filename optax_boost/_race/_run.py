@@ -1,9 +1,6 @@
 """The training: counted once, then on the clock, then with the other seeds."""
 
-from collections.abc import Callable
-from collections.abc import Iterator
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 import dataclasses
 import functools
 import inspect
@@ -18,11 +15,8 @@ import numpy as np
 import optax
 
 from optax_boost import _train_step
-from optax_boost._foundation import _base
-from optax_boost._foundation import _progress
-from optax_boost._foundation import _types
-from optax_boost._race import _evaluated
-from optax_boost._race import _result
+from optax_boost._foundation import _base, _progress, _types
+from optax_boost._race import _evaluated, _result
 
 # All methods are timed again until the clock has run this long, at most this many times.
 _TIMED_SECONDS, _MOST_TIMED = 2.0, 5

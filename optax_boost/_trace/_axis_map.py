@@ -10,11 +10,9 @@ for each of its dimensions the axis of the leaf that runs along it. A reshape ma
   ... .reshape(24, 4)   [24, 4]      dims ((0:8, 1:3), (1:4,))
 """
 
-from collections.abc import Iterable
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 import math
-from typing import NamedTuple
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 NO_AXIS = -1
 

@@ -10,9 +10,7 @@ leaves a choice, :class:`Unclear` names the patterns among which to choose.
 """
 
 import collections
-from collections.abc import Iterable
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 import dataclasses
 import fnmatch
 import functools
@@ -22,9 +20,7 @@ import re
 from typing import NamedTuple
 
 from optax_boost._foundation import _base
-from optax_boost._trace import _flow
-from optax_boost._trace import _layer_axes
-from optax_boost._trace import _leaf_uses
+from optax_boost._trace import _flow, _layer_axes, _leaf_uses
 
 _NUMBERED = re.compile(r"(.*?)\d+", re.DOTALL)
 # At the end of a pattern: the steps of the scan that slices these leaves.

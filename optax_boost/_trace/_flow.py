@@ -17,14 +17,11 @@ one if the data that the other one meets were computed with it.
 from collections.abc import Sequence
 import functools
 import operator
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from optax_boost._trace import _jaxpr
-from optax_boost._trace import _layer_axes
-from optax_boost._trace import _primitives
+from optax_boost._trace import _jaxpr, _layer_axes, _primitives
 from optax_boost._trace._leaf_uses import DataKind
 
 

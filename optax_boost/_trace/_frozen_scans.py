@@ -18,9 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_boost._foundation import _arrays
-from optax_boost._trace import _axis_map
-from optax_boost._trace import _jaxpr
-from optax_boost._trace import _primitives
+from optax_boost._trace import _axis_map, _jaxpr, _primitives
 
 
 @jax.tree_util.register_dataclass

@@ -25,14 +25,9 @@ The longest chain of products in a program, for example:
 An :class:`Evaluator` computes the program again, with changed equations.
 """
 
-from collections.abc import Callable
-from collections.abc import Iterable
-from collections.abc import Iterator
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 import functools
-from typing import Any
-from typing import Generic
-from typing import TypeVar
+from typing import Any, Generic, TypeVar
 
 import jax
 from jax.extend import core as jax_core

@@ -7,27 +7,21 @@ kernels, or along which each kernel has data of its own (``vmap``, experts); a *
 along them. All others are *outputs*. Rows of an embedding are looked up, so it has no fan-in.
 """
 
-from collections.abc import Callable
-from collections.abc import Collection
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 import dataclasses
 import functools
 import itertools
 import math
 import re
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from optax_boost._foundation import _base
-from optax_boost._foundation import _tree
-from optax_boost._trace import _jaxpr
-from optax_boost._trace import _leaf_uses
-from optax_boost._trace._leaf_uses import DataKind
-from optax_boost._trace._leaf_uses import UseKind
+from optax_boost._foundation import _base, _tree
+from optax_boost._trace import _jaxpr, _leaf_uses
+from optax_boost._trace._leaf_uses import DataKind, UseKind
 
 
 class Axes(NamedTuple):

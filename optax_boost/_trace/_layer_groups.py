@@ -4,27 +4,20 @@ A *group* is a run of blocks (``_blocks``), numbered by the forward pass. In a p
 the path of a leaf, or a :class:`LayerSlice`: the path, an axis and a range of layers along it.
 """
 
-from collections.abc import Callable
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import itertools
 import math
 import re
-from typing import Any
-from typing import NamedTuple
-from typing import TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_boost._foundation import _base
-from optax_boost._foundation import _tree
-from optax_boost._trace import _blocks
-from optax_boost._trace import _flow
-from optax_boost._trace import _layer_axes
+from optax_boost._foundation import _base, _tree
+from optax_boost._trace import _blocks, _flow, _layer_axes
 
 
 class LayerSlice(NamedTuple):

@@ -18,18 +18,13 @@ as in ``x @ (a @ b)``. The product with data tells: it sums over the outputs of 
 an activation, but over the inputs of the first of several kernels.
 """
 
-from collections.abc import Iterable
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 import enum
-from typing import Any
-from typing import NamedTuple
-from typing import TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from optax_boost._trace import _axis_map
-from optax_boost._trace import _jaxpr
-from optax_boost._trace import _primitives
+from optax_boost._trace import _axis_map, _jaxpr, _primitives
 from optax_boost._trace._axis_map import AxisMap
 
 _Axes: TypeAlias = frozenset[int]

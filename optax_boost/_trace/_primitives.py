@@ -6,10 +6,8 @@ teach the analyses a primitive, add its name to :data:`RULES`: with the rule of 
 ``jit``, ...) need no entry, for ``_jaxpr.Interpreter`` enters them.
 """
 
-from collections.abc import Callable
-from collections.abc import Sequence
-from typing import Any
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from optax_boost._trace import _axis_map
 from optax_boost._trace._axis_map import AxisMap

@@ -1,8 +1,7 @@
 """How many groups a step freezes, which decides the program that it runs."""
 
 import operator
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 

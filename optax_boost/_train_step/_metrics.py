@@ -4,9 +4,7 @@ import jax
 import numpy as np
 import optax
 
-from optax_boost._foundation import _base
-from optax_boost._foundation import _tree
-from optax_boost._foundation import _types
+from optax_boost._foundation import _base, _tree, _types
 
 
 def flatten_metrics(

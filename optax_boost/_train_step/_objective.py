@@ -9,11 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_boost._foundation import _masking
-from optax_boost._foundation import _types
+from optax_boost._foundation import _masking, _types
 from optax_boost._trace import _frozen_scans
-from optax_boost._train_step import _requests
-from optax_boost._train_step import _traced_loss
+from optax_boost._train_step import _requests, _traced_loss
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -25,21 +25,19 @@ from typing import Any
 import jax
 import optax
 
-from optax_boost._form import _apply_gradients
-from optax_boost._form import _compositions
-from optax_boost._form import _own_state
-from optax_boost._form import _protocol
-from optax_boost._foundation import _base
-from optax_boost._foundation import _types
+from optax_boost._form import _apply_gradients, _compositions, _own_state, _protocol
+from optax_boost._foundation import _base, _types
 from optax_boost._trace import _layer_axes
-from optax_boost._train_step import _loss
-from optax_boost._train_step import _objective
-from optax_boost._train_step import _requests
-from optax_boost._train_step import _state
-from optax_boost._train_step import _statistics
-from optax_boost._train_step import _traced_loss
-from optax_boost._train_step import _verdict
-from optax_boost._train_step import _written
+from optax_boost._train_step import (
+  _loss,
+  _objective,
+  _requests,
+  _state,
+  _statistics,
+  _traced_loss,
+  _verdict,
+  _written,
+)
 
 _TRACED_DEPTH = (
   "`freeze_layers` saves no time in this step: how many groups it freezes is known in the traced"

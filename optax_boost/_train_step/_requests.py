@@ -9,10 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_boost._form import _compositions
-from optax_boost._form import _protocol
-from optax_boost._foundation import _arrays
-from optax_boost._foundation import _tree
+from optax_boost._form import _compositions, _protocol
+from optax_boost._foundation import _arrays, _tree
 from optax_boost._trace import _layer_groups
 
 

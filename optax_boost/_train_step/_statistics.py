@@ -1,8 +1,6 @@
 """BatchNorm statistics and the like of frozen layers, which are not updated."""
 
-from collections.abc import Callable
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -10,8 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_boost._foundation import _tree
-from optax_boost._foundation import _types
+from optax_boost._foundation import _tree, _types
 from optax_boost._trace import _layer_groups
 
 # Of Linen's variables, those that stand for a whole model's.

@@ -8,15 +8,9 @@ import jax.numpy as jnp
 import optax
 
 from optax_boost._form import _protocol
-from optax_boost._foundation import _base
-from optax_boost._foundation import _full_gradient
-from optax_boost._foundation import _tree
-from optax_boost._foundation import _types
+from optax_boost._foundation import _base, _full_gradient, _tree, _types
 from optax_boost._trace import _layer_axes
-from optax_boost._train_step import _depth
-from optax_boost._train_step import _loss
-from optax_boost._train_step import _program
-from optax_boost._train_step import _state
+from optax_boost._train_step import _depth, _loss, _program, _state
 
 
 class TrainStep:

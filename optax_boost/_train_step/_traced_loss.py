@@ -7,10 +7,7 @@ import jax
 import optax
 
 from optax_boost._foundation import _types
-from optax_boost._trace import _frozen_scans
-from optax_boost._trace import _jaxpr
-from optax_boost._trace import _layer_axes
-from optax_boost._trace import _leaf_uses
+from optax_boost._trace import _frozen_scans, _jaxpr, _layer_axes, _leaf_uses
 
 
 class TracedLoss:

@@ -11,8 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from optax_boost._form import _finiteness
-from optax_boost._foundation import _tree
-from optax_boost._foundation import _types
+from optax_boost._foundation import _tree, _types
 
 
 def metrics(rejected: Any, loss: jax.Array) -> _types.Metrics:

@@ -2,14 +2,12 @@
 
 from collections.abc import Sequence
 import functools
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import optax
 
-from optax_boost._foundation import _tree
-from optax_boost._foundation import _types
+from optax_boost._foundation import _tree, _types
 from optax_boost._trace import _jaxpr
 from optax_boost._train_step import _traced_loss
 

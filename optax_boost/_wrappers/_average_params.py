@@ -12,24 +12,14 @@ Mutable statistics, as BatchNorm's mean and variance, are averaged by the same f
 from collections.abc import Callable
 import dataclasses
 import functools
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from optax_boost._form import _compositions
-from optax_boost._form import _driver
-from optax_boost._form import _finiteness
-from optax_boost._form import _protocol
-from optax_boost._form import _transformation
-from optax_boost._foundation import _arrays
-from optax_boost._foundation import _base
-from optax_boost._foundation import _conditional
-from optax_boost._foundation import _masking
-from optax_boost._foundation import _tree
-from optax_boost._foundation import _types
+from optax_boost._form import _compositions, _driver, _finiteness, _protocol, _transformation
+from optax_boost._foundation import _arrays, _base, _conditional, _masking, _tree, _types
 
 _METHOD = "average_params"
 # The extra argument of `update` with the statistics after the forward pass.

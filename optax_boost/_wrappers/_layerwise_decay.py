@@ -5,19 +5,14 @@ u <- decay^(G - 1 - i) u    for the leaves and layers of group i among 0, ..., G
 
 from collections.abc import Callable
 import dataclasses
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from optax_boost._form import _compositions
-from optax_boost._form import _driver
-from optax_boost._form import _protocol
-from optax_boost._form import _transformation
-from optax_boost._foundation import _arrays
-from optax_boost._foundation import _base
+from optax_boost._form import _compositions, _driver, _protocol, _transformation
+from optax_boost._foundation import _arrays, _base
 from optax_boost._trace import _layer_groups
 
 _METHOD = "layerwise_decay"

@@ -8,20 +8,14 @@ fall by d from each to the one before:
 """
 
 import dataclasses
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from optax_boost._form import _driver
-from optax_boost._form import _finiteness
-from optax_boost._form import _protocol
-from optax_boost._form import _transformation
-from optax_boost._foundation import _arrays
-from optax_boost._foundation import _base
-from optax_boost._foundation import _types
+from optax_boost._form import _driver, _finiteness, _protocol, _transformation
+from optax_boost._foundation import _arrays, _base, _types
 
 _METHOD = "skip_spikes"
 

@@ -1,16 +1,13 @@
 """Switches from one transformation to another, whose state follows the gradients from the start."""
 
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from optax_boost._form import _protocol
-from optax_boost._form import _transformation
-from optax_boost._foundation import _base
-from optax_boost._foundation import _conditional
+from optax_boost._form import _protocol, _transformation
+from optax_boost._foundation import _base, _conditional
 
 _METHOD = "switch_after"
 # The wrappers whose states make requests of the loss.

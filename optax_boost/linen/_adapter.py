@@ -3,16 +3,13 @@
 All of the package's functions of a loss take it.
 """
 
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from flax import core
-from flax import linen as nn
+from flax import core, linen as nn
 import jax
 
-from optax_boost._foundation import _base
-from optax_boost._foundation import _types
+from optax_boost._foundation import _base, _types
 from optax_boost._trace import _layer_axes
 
 

@@ -1,21 +1,16 @@
 """BatchNorm statistics of a Linen module, estimated again for given params."""
 
-from collections.abc import Callable
-from collections.abc import Iterable
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 import dataclasses
 import inspect
 import operator
 from typing import Any
 
-from flax import linen as nn
-from flax import traverse_util
+from flax import linen as nn, traverse_util
 import jax
 import jax.numpy as jnp
 
-from optax_boost._foundation import _base
-from optax_boost._foundation import _types
+from optax_boost._foundation import _base, _types
 from optax_boost._methods import _batch_stats
 from optax_boost.linen import _adapter
 

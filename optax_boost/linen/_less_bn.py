@@ -9,8 +9,7 @@ import jax
 
 from optax_boost._foundation import _types
 from optax_boost._methods import _less_bn
-from optax_boost.linen import _adapter
-from optax_boost.linen import _head
+from optax_boost.linen import _adapter, _head
 
 
 @dataclasses.dataclass(frozen=True)

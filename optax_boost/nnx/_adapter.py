@@ -3,22 +3,16 @@
 `roots` are the model and, after it, the rngs of a call if there are any; they may share streams.
 """
 
-from collections.abc import Callable
-from collections.abc import Iterable
-from collections.abc import Iterator
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 import dataclasses
 import functools
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from flax import nnx
 import jax
 
 from optax_boost import _train_step
-from optax_boost._foundation import _base
-from optax_boost._foundation import _tree
-from optax_boost._foundation import _types
+from optax_boost._foundation import _base, _tree, _types
 from optax_boost._trace import _layer_axes
 
 # Before flax 0.12.7 it was called `pure`, a name that warns since.

@@ -1,8 +1,6 @@
 """Averaged params in an NNX model, and BatchNorm statistics estimated for them."""
 
-from collections.abc import Callable
-from collections.abc import Iterable
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 import functools
 import operator
 from typing import Any
@@ -14,8 +12,7 @@ import jax.numpy as jnp
 from optax_boost._foundation import _base
 from optax_boost._methods import _batch_stats
 from optax_boost._wrappers import _average_params
-from optax_boost.nnx import _adapter
-from optax_boost.nnx import _less_bn
+from optax_boost.nnx import _adapter, _less_bn
 
 
 def averaged_model(optimizer: nnx.Optimizer, model: Any) -> Any:

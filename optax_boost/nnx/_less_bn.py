@@ -9,8 +9,7 @@ import jax.numpy as jnp
 
 from optax_boost._foundation import _types
 from optax_boost._methods import _less_bn
-from optax_boost.nnx import _adapter
-from optax_boost.nnx import _head
+from optax_boost.nnx import _adapter, _head
 
 
 class RemovedBatchNorm(nnx.Module):

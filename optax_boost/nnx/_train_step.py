@@ -1,14 +1,10 @@
 """The train step for Flax NNX models."""
 
-from collections.abc import Callable
-from collections.abc import Iterable
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 import dataclasses
 import inspect
 import sys
-from typing import Any
-from typing import TypeAlias
-from typing import TypeVar
+from typing import Any, TypeAlias, TypeVar
 import weakref
 
 from flax import nnx
@@ -17,9 +13,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_boost import _train_step
-from optax_boost._foundation import _base
-from optax_boost._foundation import _tree
-from optax_boost._foundation import _types
+from optax_boost._foundation import _base, _tree, _types
 from optax_boost.nnx import _adapter
 
 # The source of a loss's random numbers.

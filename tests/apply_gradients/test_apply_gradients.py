@@ -13,9 +13,7 @@ import optax
 import pytest
 
 import optax_boost
-from tests import closeness
-from tests import compilations
-from tests import problems
+from tests import closeness, compilations, problems
 from tests.contract import registry
 
 

@@ -21,10 +21,7 @@ from optax_boost._levels import _method_settings
 import optax_boost.linen as ob_linen
 import optax_boost.nnx as ob_nnx
 from tests.auto_boost.table import rows_of
-from tests.less_bn.residual_models import LinenNet
-from tests.less_bn.residual_models import NnxNet
-from tests.less_bn.residual_models import X
-from tests.less_bn.residual_models import filled_nnx_net
+from tests.less_bn.residual_models import LinenNet, NnxNet, X, filled_nnx_net
 
 ROOT = pathlib.Path(__file__).parents[2]
 CONFIGS = ROOT / "examples" / "configs"

@@ -3,9 +3,7 @@
 import functools
 
 import chex
-from flax import core
-from flax import linen as nn
-from flax import nnx
+from flax import core, linen as nn, nnx
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -4,8 +4,7 @@ import functools
 import pickle
 
 import chex
-from flax import linen as nn
-from flax import nnx
+from flax import linen as nn, nnx
 import jax
 import jax.numpy as jnp
 import numpy as np

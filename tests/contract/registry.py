@@ -8,8 +8,7 @@ from collections.abc import Callable
 import dataclasses
 import functools
 import inspect
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +16,7 @@ import numpy as np
 import optax
 
 import optax_boost
-from optax_boost._form import _compositions
-from optax_boost._form import _form
+from optax_boost._form import _compositions, _form
 from tests import problems
 from tests.contract.bad_input import kinds
 from tests.contract.orders import interpreter

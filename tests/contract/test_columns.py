@@ -11,9 +11,7 @@ import textwrap
 import pytest
 
 from tests.apply_gradients import test_apply_gradients
-from tests.contract import registry
-from tests.contract import test_contract
-from tests.contract import test_hostile
+from tests.contract import registry, test_contract, test_hostile
 from tests.contract.bad_input import test_bad_input
 
 COLUMNS = {

@@ -24,8 +24,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import optax_boost
-from tests import compilations
-from tests import problems
+from tests import compilations, problems
 from tests.contract import registry
 
 every_row = pytest.mark.parametrize("row", registry.ROWS, ids=str)

@@ -7,8 +7,7 @@ import functools
 import json
 import pathlib
 
-from flax import linen as nn
-from flax import nnx
+from flax import linen as nn, nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -24,9 +23,7 @@ from tests.adasum import test_adasum
 from tests.centralize import test_centralization
 from tests.dim_reduce import test_mindspore
 from tests.lars import test_lars
-from tests.sgperm import oracle
-from tests.sgperm import test_laperm
-from tests.sgperm import test_sgperm
+from tests.sgperm import oracle, test_laperm, test_sgperm
 from tests.svrg import test_svrg
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"

@@ -16,10 +16,8 @@ import optax
 import pytest
 
 import optax_boost
-from tests import compilations
-from tests import problems
-from tests.contract import registry
-from tests.contract import test_contract
+from tests import compilations, problems
+from tests.contract import registry, test_contract
 
 # One row for each factory: its options make no difference to such params.
 ROWS = list({row.factory: row for row in registry.ROWS}.values())

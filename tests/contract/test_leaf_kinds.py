@@ -16,9 +16,7 @@ import pytest
 
 import optax_boost
 from tests import problems
-from tests.contract import registry
-from tests.contract import test_contract
-from tests.contract import test_hostile
+from tests.contract import registry, test_contract, test_hostile
 
 every_row, every_factory = test_contract.every_row, test_contract.every_factory
 # These train in scans and loops of their own, where the depth of freezing is traced.

@@ -17,11 +17,13 @@ import optax
 import pytest
 
 import optax_boost
-from tests.contract.orders import comparison
-from tests.contract.orders import expectations
-from tests.contract.orders import interpreter as eager
-from tests.contract.orders import known_wrong
-from tests.contract.orders import programs
+from tests.contract.orders import (
+  comparison,
+  expectations,
+  interpreter as eager,
+  known_wrong,
+  programs,
+)
 
 # "all": every pair and triple, each door and each optimizer once; "full": all doors around all.
 ORDERS = os.environ.get("ORDERS")

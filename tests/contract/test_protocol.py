@@ -3,8 +3,7 @@
 import dataclasses
 import functools
 import itertools
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import chex
 import jax
@@ -14,8 +13,7 @@ import optax
 import pytest
 
 import optax_boost
-from optax_boost._form import _protocol
-from optax_boost._form import _transformation
+from optax_boost._form import _protocol, _transformation
 from tests.contract import registry
 
 

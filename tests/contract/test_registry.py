@@ -11,8 +11,7 @@ import pytest
 import optax_boost
 from optax_boost._form import _form
 from tests.contract import registry
-from tests.contract.orders import interpreter
-from tests.contract.orders import programs
+from tests.contract.orders import interpreter, programs
 
 SECTIONS = ["Args:", "Returns:", "Examples:"]
 

@@ -5,8 +5,7 @@ and params that the forward pass writes: behind every door, for each wrapper of 
 batches out, and for two of optax's.
 """
 
-from flax import linen as nn
-from flax import nnx
+from flax import linen as nn, nnx
 import jax
 import jax.numpy as jnp
 import numpy as np

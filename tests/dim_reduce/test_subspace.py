@@ -11,8 +11,7 @@ import optax
 import pytest
 
 import optax_boost
-from optax_boost._methods._dim_reduce import _linalg
-from optax_boost._methods._dim_reduce import _pca
+from optax_boost._methods._dim_reduce import _linalg, _pca
 from tests import closeness
 from tests.dim_reduce.test_dim_reduce import exchanged
 

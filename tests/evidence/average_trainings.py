@@ -16,8 +16,7 @@ import numpy as np
 import optax
 
 import optax_boost
-from tests.evidence import runs
-from tests.evidence import texts
+from tests.evidence import runs, texts
 
 sys.path.append(str(pathlib.Path(__file__).parent.parent.parent / "examples"))
 import _transformer

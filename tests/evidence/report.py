@@ -8,8 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 import numpy as np
 
-from benchmarks import _harness
-from benchmarks import plot
+from benchmarks import _harness, plot
 
 PAGES = pathlib.Path(__file__).parent / "pages"
 RESULTS = pathlib.Path(__file__).parent.parent.parent / "benchmarks" / "results"

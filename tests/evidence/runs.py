@@ -3,10 +3,7 @@
 Finished trainings are kept in ``out/evidence``, so that an interrupted run goes on where it was.
 """
 
-from collections.abc import Callable
-from collections.abc import Hashable
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 import concurrent.futures
 import hashlib
 import inspect
@@ -15,8 +12,7 @@ import math
 import pathlib
 import sys
 import tempfile
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from tqdm import tqdm

@@ -21,9 +21,7 @@ import pytest
 from benchmarks import auto_boost
 import optax_boost
 import optax_boost.linen
-from tests.evidence import common
-from tests.evidence import report
-from tests.evidence import runs
+from tests.evidence import common, report, runs
 
 pytestmark = pytest.mark.slow
 SEEDS = (0, 1, 2)

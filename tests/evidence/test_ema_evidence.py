@@ -12,16 +12,16 @@ import jax
 import numpy as np
 import pytest
 
-from tests.evidence import average_trainings
-from tests.evidence import report
-from tests.evidence import runs
-from tests.evidence.average_trainings import CONSTANT
-from tests.evidence.average_trainings import COOL_DOWN
-from tests.evidence.average_trainings import COSINE
-from tests.evidence.average_trainings import DECAYS
-from tests.evidence.average_trainings import LAST
-from tests.evidence.average_trainings import STARTS
-from tests.evidence.average_trainings import STEPS
+from tests.evidence import average_trainings, report, runs
+from tests.evidence.average_trainings import (
+  CONSTANT,
+  COOL_DOWN,
+  COSINE,
+  DECAYS,
+  LAST,
+  STARTS,
+  STEPS,
+)
 
 pytestmark = pytest.mark.slow
 SEEDS = (0, 1, 2, 3, 4)

@@ -19,10 +19,7 @@ import pytest
 from benchmarks import auto_boost as networks
 import optax_boost
 import optax_boost.nnx
-from tests.evidence import common
-from tests.evidence import report
-from tests.evidence import runs
-from tests.evidence import times
+from tests.evidence import common, report, runs, times
 
 pytestmark = pytest.mark.slow
 SEEDS = (0, 1, 2)

@@ -17,9 +17,7 @@ import optax
 import pytest
 
 import optax_boost
-from tests.evidence import common
-from tests.evidence import report
-from tests.evidence import runs
+from tests.evidence import common, report, runs
 
 pytestmark = pytest.mark.slow
 SEEDS = (0, 1, 2)

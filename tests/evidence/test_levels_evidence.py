@@ -9,18 +9,8 @@ import functools
 import numpy as np
 import pytest
 
-from tests.evidence import common
-from tests.evidence import report
-from tests.evidence import runs
-from tests.evidence import sequence_trainings
-from tests.evidence import times
-from tests.evidence.sequence_trainings import DROPPED
-from tests.evidence.sequence_trainings import O0
-from tests.evidence.sequence_trainings import O1
-from tests.evidence.sequence_trainings import O2
-from tests.evidence.sequence_trainings import SHORT
-from tests.evidence.sequence_trainings import SMALL
-from tests.evidence.sequence_trainings import TASKS
+from tests.evidence import common, report, runs, sequence_trainings, times
+from tests.evidence.sequence_trainings import DROPPED, O0, O1, O2, SHORT, SMALL, TASKS
 
 pytestmark = pytest.mark.slow
 SEEDS = (0, 1, 2)

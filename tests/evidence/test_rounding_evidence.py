@@ -17,10 +17,7 @@ import optax
 import pytest
 
 import optax_boost
-from tests.evidence import common
-from tests.evidence import report
-from tests.evidence import runs
-from tests.evidence import texts
+from tests.evidence import common, report, runs, texts
 
 sys.path.append(str(pathlib.Path(__file__).parent.parent.parent / "examples"))
 import _transformer

@@ -14,14 +14,11 @@ import numpy as np
 import optax
 import pytest
 import scipy.optimize
-from sklearn import datasets
-from sklearn import linear_model
+from sklearn import datasets, linear_model
 
 import optax_boost
 import optax_boost.linen
-from tests.evidence import common
-from tests.evidence import report
-from tests.evidence import runs
+from tests.evidence import common, report, runs
 
 pytestmark = pytest.mark.slow
 BATCH = 32

@@ -17,20 +17,21 @@ import optax
 import pytest
 
 import optax_boost
-from optax_boost._train_step import _depth
-from optax_boost._train_step import _statistics
+from optax_boost._train_step import _depth, _statistics
 from optax_boost._wrappers._freezing import _schedules
 import optax_boost.linen as ob_linen
 import optax_boost.nnx as ob_nnx
 from tests import compilations
-from tests.layer_groups.models import BATCH
-from tests.layer_groups.models import IMAGES
-from tests.layer_groups.models import LAYERS
-from tests.layer_groups.models import Convolutional
-from tests.layer_groups.models import chain_loss
-from tests.layer_groups.models import chain_params
-from tests.layer_groups.models import image_loss
-from tests.layer_groups.models import image_plan
+from tests.layer_groups.models import (
+  BATCH,
+  IMAGES,
+  LAYERS,
+  Convolutional,
+  chain_loss,
+  chain_params,
+  image_loss,
+  image_plan,
+)
 
 # More than the longest turn. JAX compiles for each number of steps.
 MANY_STEPS = np.arange(4_000)

@@ -7,20 +7,22 @@ import numpy as np
 import pytest
 
 import optax_boost
-from tests.svrg.test_svrg import DATA
-from tests.svrg.test_svrg import GRADIENT
-from tests.svrg.test_svrg import KEY
-from tests.svrg.test_svrg import MXNET_GRADIENT
-from tests.svrg.test_svrg import START
-from tests.svrg.test_svrg import X
-from tests.svrg.test_svrg import assert_close
-from tests.svrg.test_svrg import batch_at
-from tests.svrg.test_svrg import batches
-from tests.svrg.test_svrg import everything
-from tests.svrg.test_svrg import gradient_terms
-from tests.svrg.test_svrg import loss_fn
-from tests.svrg.test_svrg import masked_loss
-from tests.svrg.test_svrg import trace_of
+from tests.svrg.test_svrg import (
+  DATA,
+  GRADIENT,
+  KEY,
+  MXNET_GRADIENT,
+  START,
+  X,
+  assert_close,
+  batch_at,
+  batches,
+  everything,
+  gradient_terms,
+  loss_fn,
+  masked_loss,
+  trace_of,
+)
 
 
 @pytest.mark.parametrize("name", ["sgd", "momentum", "wd"])

@@ -5,10 +5,7 @@ import importlib.util
 import os
 import sys
 
-from benchmarks.devices import bounds
-from benchmarks.devices import cases
-from benchmarks.devices import chips
-from benchmarks.devices import programs
+from benchmarks.devices import bounds, cases, chips, programs
 from tests.contract import registry
 
 PROGRAM = """\

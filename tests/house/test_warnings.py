@@ -4,16 +4,14 @@ import pathlib
 import re
 import warnings
 
-from flax import linen as nn
-from flax import nnx
+from flax import linen as nn, nnx
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
 
 import optax_boost
-from optax_boost import linen as ob_linen
-from optax_boost import nnx as ob_nnx
+from optax_boost import linen as ob_linen, nnx as ob_nnx
 
 X = jnp.ones((2, 4))
 KERNEL = {"kernel": jnp.ones((4, 4))}

@@ -4,8 +4,7 @@ import re
 
 import pytest
 
-from tests.xla import checks
-from tests.xla import table
+from tests.xla import checks, table
 
 ROWS = {row.number: row for row in table.rows()}
 

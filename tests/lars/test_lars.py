@@ -14,8 +14,7 @@ import optax
 import pytest
 
 import optax_boost
-from tests import closeness
-from tests import layer_losses
+from tests import closeness, layer_losses
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
 # With every operation rounded up or down at random, weights and momenta err by up to 7 ulps of

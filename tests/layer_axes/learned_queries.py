@@ -5,12 +5,10 @@ of layers of its stacked leaves. All leaves without an entry have no fan-in, and
 Shapes are abstract: only traces are read.
 """
 
-from collections.abc import Callable
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 import functools
 import types
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp

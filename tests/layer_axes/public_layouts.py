@@ -7,8 +7,7 @@ attention with grouped heads, a gated MLP, dropout. `form` is how the layers are
 import functools
 from typing import Any
 
-from flax import linen as nn
-from flax import nnx
+from flax import linen as nn, nnx
 import jax
 import jax.numpy as jnp
 import numpy as np

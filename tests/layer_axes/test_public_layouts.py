@@ -15,8 +15,7 @@ import optax_boost.linen as ob_linen
 import optax_boost.nnx as ob_nnx
 from tests.freeze_layers import test_freezing
 from tests.layer_axes import public_layouts
-from tests.layer_axes.public_layouts import LAYERS
-from tests.layer_axes.public_layouts import TOKENS
+from tests.layer_axes.public_layouts import LAYERS, TOKENS
 
 # Its programs compile faster than those of JAX's default generator.
 KEY = jax.random.key(3, impl="unsafe_rbg")

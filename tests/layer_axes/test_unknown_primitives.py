@@ -4,8 +4,7 @@ import re
 
 import jax
 import jax.extend
-from jax.interpreters import ad
-from jax.interpreters import mlir
+from jax.interpreters import ad, mlir
 import jax.numpy as jnp
 import optax
 import pytest

@@ -1,16 +1,13 @@
 """Groups of layers are cut between the blocks of models whose layers are written out."""
 
-from flax import linen as nn
-from flax import nnx
+from flax import linen as nn, nnx
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
 
 import optax_boost
-from optax_boost import LayerSlice
-from optax_boost import linen as ob_linen
-from optax_boost import nnx as ob_nnx
+from optax_boost import LayerSlice, linen as ob_linen, nnx as ob_nnx
 from optax_boost._foundation import _tree
 
 LAYERS, WIDTH = 4, 8

@@ -8,17 +8,19 @@ import pytest
 
 import optax_boost
 import optax_boost.nnx as ob_nnx
-from tests.layer_groups.models import BATCH
-from tests.layer_groups.models import IMAGES
-from tests.layer_groups.models import LAYERS
-from tests.layer_groups.models import Convolutional
-from tests.layer_groups.models import chain_loss
-from tests.layer_groups.models import chain_outputs
-from tests.layer_groups.models import chain_params
-from tests.layer_groups.models import image_loss
-from tests.layer_groups.models import image_plan
-from tests.layer_groups.models import layer
-from tests.layer_groups.models import with_custom_vjp
+from tests.layer_groups.models import (
+  BATCH,
+  IMAGES,
+  LAYERS,
+  Convolutional,
+  chain_loss,
+  chain_outputs,
+  chain_params,
+  image_loss,
+  image_plan,
+  layer,
+  with_custom_vjp,
+)
 
 with_custom_jvp = jax.custom_jvp(layer)
 

@@ -18,22 +18,24 @@ import pytest
 import optax_boost
 from optax_boost import linen as ob_linen
 from optax_boost._foundation import _tree
-from tests.layer_axes.block_layouts import HIDDEN
-from tests.layer_axes.block_layouts import QKV
-from tests.layer_axes.block_layouts import VOCAB
-from tests.layer_axes.block_layouts import WIDTH
-from tests.layer_axes.block_layouts import apply_conv
-from tests.layer_axes.block_layouts import apply_dense
-from tests.layer_axes.block_layouts import apply_norm
-from tests.layer_axes.block_layouts import attend
-from tests.layer_axes.block_layouts import basic_block
-from tests.layer_axes.block_layouts import conv
-from tests.layer_axes.block_layouts import dense
-from tests.layer_axes.block_layouts import norm
-from tests.layer_axes.block_layouts import projections
-from tests.layer_axes.block_layouts import residual
-from tests.layer_axes.block_layouts import shape
-from tests.layer_axes.block_layouts import stacked
+from tests.layer_axes.block_layouts import (
+  HIDDEN,
+  QKV,
+  VOCAB,
+  WIDTH,
+  apply_conv,
+  apply_dense,
+  apply_norm,
+  attend,
+  basic_block,
+  conv,
+  dense,
+  norm,
+  projections,
+  residual,
+  shape,
+  stacked,
+)
 
 LAYERS = 3
 PATCHES = jax.ShapeDtypeStruct((2, 5, WIDTH), jnp.float32)

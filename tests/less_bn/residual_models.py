@@ -5,8 +5,7 @@
 
 from typing import Any
 
-from flax import linen as nn
-from flax import nnx
+from flax import linen as nn, nnx
 import jax
 import jax.numpy as jnp
 import numpy as np

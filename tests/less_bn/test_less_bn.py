@@ -3,8 +3,7 @@
 import re
 
 import chex
-from flax import linen as nn
-from flax import nnx
+from flax import linen as nn, nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,14 +13,16 @@ import pytest
 import optax_boost
 import optax_boost.linen as ob_linen
 import optax_boost.nnx as ob_nnx
-from tests.less_bn.residual_models import LinenBlock
-from tests.less_bn.residual_models import LinenNet
-from tests.less_bn.residual_models import List
-from tests.less_bn.residual_models import NnxBlock
-from tests.less_bn.residual_models import NnxNet
-from tests.less_bn.residual_models import X
-from tests.less_bn.residual_models import filled
-from tests.less_bn.residual_models import filled_nnx_net
+from tests.less_bn.residual_models import (
+  LinenBlock,
+  LinenNet,
+  List,
+  NnxBlock,
+  NnxNet,
+  X,
+  filled,
+  filled_nnx_net,
+)
 
 BOTTLENECK = (1, 3, 1)
 BASIC = (3, 3)

@@ -1,7 +1,6 @@
 """Three forms of one small transformer of tokens, causal, with a mask of padding."""
 
-from flax import linen as nn
-from flax import nnx
+from flax import linen as nn, nnx
 import jax
 import jax.numpy as jnp
 import numpy as np

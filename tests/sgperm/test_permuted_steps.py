@@ -2,8 +2,7 @@
 
 import functools
 
-from flax import linen as nn
-from flax import nnx
+from flax import linen as nn, nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,8 +10,7 @@ import optax
 import pytest
 
 import optax_boost
-from optax_boost import linen
-from optax_boost import nnx as ob_nnx
+from optax_boost import linen, nnx as ob_nnx
 
 METHODS = {
   "exact": lambda: optax_boost.sgperm(lamda=1.0, lamda_max=1.0, momentum=0.5),

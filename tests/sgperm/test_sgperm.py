@@ -15,9 +15,7 @@ import optax
 import pytest
 
 import optax_boost
-from optax_boost._methods._sgperm import _device
-from optax_boost._methods._sgperm import _execution
-from optax_boost._methods._sgperm import _host
+from optax_boost._methods._sgperm import _device, _execution, _host
 from optax_boost._trace import _jaxpr
 from tests import layer_losses
 from tests.sgperm import oracle as oracle

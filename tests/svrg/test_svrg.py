@@ -17,10 +17,8 @@ import pytest
 import optax_boost
 import optax_boost.linen
 import optax_boost.nnx
-from tests import closeness
-from tests import compilations
-from tests.train_step import test_nnx
-from tests.train_step import test_train_step
+from tests import closeness, compilations
+from tests.train_step import test_nnx, test_train_step
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
 TRACES = ("sgd", "momentum", "wd", "partial")

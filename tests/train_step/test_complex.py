@@ -3,8 +3,7 @@
 import contextlib
 import functools
 
-from flax import linen as nn
-from flax import nnx
+from flax import linen as nn, nnx
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -3,8 +3,7 @@
 import itertools
 
 import chex
-from flax import core
-from flax import linen as nn
+from flax import core, linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,8 +13,7 @@ import pytest
 import optax_boost
 from optax_boost import linen
 from tests import compilations
-from tests.train_step.test_train_step import BATCH
-from tests.train_step.test_train_step import CLOSURE_USERS
+from tests.train_step.test_train_step import BATCH, CLOSURE_USERS
 
 KEY = jax.random.key(0)
 

@@ -14,8 +14,7 @@ import optax_boost
 import optax_boost.nnx as ob_nnx
 from optax_boost.nnx import _adapter
 from tests import compilations
-from tests.train_step.test_train_step import BATCH
-from tests.train_step.test_train_step import CLOSURE_USERS
+from tests.train_step.test_train_step import BATCH, CLOSURE_USERS
 
 
 class Network(nnx.Module):

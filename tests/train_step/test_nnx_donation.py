@@ -11,8 +11,7 @@ import pytest
 
 import optax_boost.nnx as ob_nnx
 from tests.train_step import test_nnx
-from tests.train_step.test_nnx import BATCH
-from tests.train_step.test_nnx import loss_fn
+from tests.train_step.test_nnx import BATCH, loss_fn
 
 
 def arrays_of(*nodes):

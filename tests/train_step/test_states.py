@@ -1,7 +1,6 @@
 """States of other params are refused; states of abstract params are described."""
 
-from flax import linen as nn
-from flax import nnx
+from flax import linen as nn, nnx
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -3,8 +3,7 @@
 import functools
 from typing import Any
 
-from flax import linen as nn
-from flax import nnx
+from flax import linen as nn, nnx
 from flax.training import train_state
 import jax
 import jax.numpy as jnp

@@ -2,11 +2,9 @@
 
 import functools
 import itertools
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from flax import linen as nn
-from flax import traverse_util
+from flax import linen as nn, traverse_util
 from flax.training import train_state
 import jax
 import jax.numpy as jnp

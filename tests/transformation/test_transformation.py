@@ -10,8 +10,7 @@ import optax
 import pytest
 
 import optax_boost
-from optax_boost._form import _compositions
-from optax_boost._form import _protocol
+from optax_boost._form import _compositions, _protocol
 from tests.contract import registry
 
 CHECKING = {

@@ -9,8 +9,7 @@ os.environ["XLA_FLAGS"] = (
 )
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-from tests.xla import checks
-from tests.xla import table
+from tests.xla import checks, table
 
 
 def main(numbers: list[str]) -> None:

@@ -4,15 +4,13 @@ Most are steps of the package's methods, in which the plain form takes the worka
 what is counted in a compiled program is compared, except where the workaround is about time.
 """
 
-from collections.abc import Callable
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 import contextlib
 import importlib
 import re
 import time
 import tomllib
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from unittest import mock
 
 import jax
@@ -21,8 +19,7 @@ import optax
 
 import optax_boost
 from optax_boost._form import _finiteness
-from optax_boost._foundation import _arrays
-from optax_boost._foundation import _conditional
+from optax_boost._foundation import _arrays, _conditional
 from tests.xla import table
 
 _SHAPE = (256, 256)

@@ -21,7 +21,9 @@ on one device only, so all replicas get the same bits.
 Source: Maleki et al., "Scaling Distributed Training with Adaptive Summation", arXiv:2006.02924.
 """
 
-from optax_boost._methods._adasum._transform import AdasumState as AdasumState
-from optax_boost._methods._adasum._transform import adasum as adasum
-from optax_boost._methods._adasum._transform import adasum_reduce as adasum_reduce
-from optax_boost._methods._adasum._transform import check_not_summed as check_not_summed
+from optax_boost._methods._adasum._transform import (
+  AdasumState as AdasumState,
+  adasum as adasum,
+  adasum_reduce as adasum_reduce,
+  check_not_summed as check_not_summed,
+)

@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 import itertools
 import math
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp

@@ -16,8 +16,7 @@ and s_b likewise, each 0 if its node is zero. 2^r may be out of range, so a is m
 about its square root; the product in between is no larger than the larger of a and b.
 """
 
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp

@@ -1,7 +1,6 @@
 """Walks the tree of adaptive sums on chunks of columns, on one device or over several."""
 
-from collections.abc import Callable
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import functools
 import inspect
 from typing import Any
@@ -11,10 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_boost._form import _finiteness
-from optax_boost._foundation import _arrays
-from optax_boost._foundation import _base
-from optax_boost._methods._adasum import _layout
-from optax_boost._methods._adasum import _pairs
+from optax_boost._foundation import _arrays, _base
+from optax_boost._methods._adasum import _layout, _pairs
 
 
 @functools.partial(jax.jit, static_argnums=1)

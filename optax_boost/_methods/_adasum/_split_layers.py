@@ -1,7 +1,6 @@
 """The layers of stacked leaves, one by one: each has dots and norms of its own."""
 
-from collections.abc import Callable
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax

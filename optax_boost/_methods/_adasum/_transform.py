@@ -2,21 +2,16 @@
 
 from collections.abc import Sequence
 import itertools
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from optax_boost._form import _protocol
-from optax_boost._form import _transformation
-from optax_boost._foundation import _arrays
-from optax_boost._foundation import _base
-from optax_boost._foundation import _tree
+from optax_boost._form import _protocol, _transformation
+from optax_boost._foundation import _arrays, _base, _tree
 from optax_boost._methods import _leaves
-from optax_boost._methods._adasum import _reduce
-from optax_boost._methods._adasum import _split_layers
+from optax_boost._methods._adasum import _reduce, _split_layers
 from optax_boost._trace import _layer_axes
 
 

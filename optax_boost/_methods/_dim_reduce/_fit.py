@@ -19,9 +19,7 @@ memory. The rows of a ring that is not full yet are not in use.
   [(2, 2), (1, 2)]
 """
 
-from collections.abc import Iterable
-from collections.abc import Iterator
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 import dataclasses
 import itertools
 from typing import Any
@@ -30,13 +28,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_boost._foundation import _arrays
-from optax_boost._foundation import _base
-from optax_boost._foundation import _tree
-from optax_boost._methods._dim_reduce import _groups
-from optax_boost._methods._dim_reduce import _pca
-from optax_boost._methods._dim_reduce import _subspace
-from optax_boost._methods._dim_reduce import _trajectory
+from optax_boost._foundation import _arrays, _base, _tree
+from optax_boost._methods._dim_reduce import _groups, _pca, _subspace, _trajectory
 
 _OVERSAMPLE = 10
 

@@ -1,16 +1,13 @@
 """The argument `groups`: which leaves and layers share a subspace."""
 
-from typing import Any
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
 
 from optax_boost._foundation import _base
-from optax_boost._methods._dim_reduce._linalg import LeafGroups
-from optax_boost._methods._dim_reduce._linalg import SubspaceGroups
-from optax_boost._trace import _layer_axes
-from optax_boost._trace import _layer_groups
+from optax_boost._methods._dim_reduce._linalg import LeafGroups, SubspaceGroups
+from optax_boost._trace import _layer_axes, _layer_groups
 
 # A plan of `layer_groups`, the result of `layer_axes`, regular expressions, or None for one group.
 Plan: TypeAlias = _layer_groups.Groups | _layer_axes.LayerAxes | None

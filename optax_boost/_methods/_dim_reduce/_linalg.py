@@ -15,8 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_boost._foundation import _arrays
-from optax_boost._foundation import _tree
+from optax_boost._foundation import _arrays, _tree
 
 # Full float32 on accelerators, whose default is fewer bits.
 PRECISION = jax.lax.Precision.HIGHEST

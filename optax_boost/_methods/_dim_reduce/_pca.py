@@ -35,11 +35,9 @@ below m. Source: Halko, Martinsson, Tropp, "Finding Structure with Randomness", 
 Each of G groups of leaves and layers is analysed by itself: m x m matrices are [G, m, m].
 """
 
-from collections.abc import Iterable
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 import functools
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -47,8 +45,7 @@ import jax.numpy as jnp
 from optax_boost._form import _finiteness
 from optax_boost._foundation import _arrays
 from optax_boost._methods._dim_reduce import _linalg
-from optax_boost._methods._dim_reduce._linalg import SubspaceGroups
-from optax_boost._methods._dim_reduce._linalg import matmul
+from optax_boost._methods._dim_reduce._linalg import SubspaceGroups, matmul
 
 # More directions than wanted, of which the last are inaccurate.
 GUARD = 8

@@ -45,8 +45,7 @@ Tiny Subspaces", arXiv:2103.11154.
 
 from collections.abc import Callable
 import functools
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp

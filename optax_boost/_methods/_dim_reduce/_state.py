@@ -1,25 +1,16 @@
 """The state of :func:`dim_reduce`, and the basis in it: put there, and replaced later."""
 
 import functools
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_boost._form import _finiteness
-from optax_boost._form import _protocol
-from optax_boost._foundation import _arrays
-from optax_boost._foundation import _base
-from optax_boost._foundation import _masking
-from optax_boost._foundation import _tree
-from optax_boost._methods._dim_reduce import _boxes
-from optax_boost._methods._dim_reduce import _groups
-from optax_boost._methods._dim_reduce import _linalg
-from optax_boost._methods._dim_reduce import _quasi_newton
-from optax_boost._methods._dim_reduce import _subspace
+from optax_boost._form import _finiteness, _protocol
+from optax_boost._foundation import _arrays, _base, _masking, _tree
+from optax_boost._methods._dim_reduce import _boxes, _groups, _linalg, _quasi_newton, _subspace
 
 METHOD = "dim_reduce"
 

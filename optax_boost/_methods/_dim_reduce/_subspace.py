@@ -1,8 +1,7 @@
 """A subspace of the params: its type, its file, its place on devices."""
 
 import os
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
 import zipfile
 
 import jax
@@ -10,10 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_boost._foundation import _arrays
-from optax_boost._foundation import _base
-from optax_boost._foundation import _files
-from optax_boost._foundation import _tree
+from optax_boost._foundation import _arrays, _base, _files, _tree
 
 
 class Subspace(NamedTuple):

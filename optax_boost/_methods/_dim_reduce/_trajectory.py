@@ -20,20 +20,14 @@ With every=2 and capacity=3, and params that are the number of their step:
   [2.0, 4.0, 6.0]
 """
 
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from optax_boost._form import _finiteness
-from optax_boost._form import _protocol
-from optax_boost._form import _transformation
-from optax_boost._foundation import _arrays
-from optax_boost._foundation import _base
-from optax_boost._foundation import _conditional
-from optax_boost._foundation import _tree
+from optax_boost._form import _finiteness, _protocol, _transformation
+from optax_boost._foundation import _arrays, _base, _conditional, _tree
 from optax_boost._methods._dim_reduce import _boxes
 
 _METHOD = "record_trajectory"

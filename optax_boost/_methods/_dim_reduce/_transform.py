@@ -31,19 +31,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_boost._form import _finiteness
-from optax_boost._form import _protocol
-from optax_boost._form import _transformation
-from optax_boost._foundation import _arrays
-from optax_boost._foundation import _base
-from optax_boost._foundation import _masking
-from optax_boost._methods._dim_reduce import _groups
-from optax_boost._methods._dim_reduce import _linalg
-from optax_boost._methods._dim_reduce import _quasi_newton
-from optax_boost._methods._dim_reduce import _state
+from optax_boost._form import _finiteness, _protocol, _transformation
+from optax_boost._foundation import _arrays, _base, _masking
+from optax_boost._methods._dim_reduce import _groups, _linalg, _quasi_newton, _state
 from optax_boost._methods._dim_reduce._state import DimReduceState
-from optax_boost._methods._dim_reduce._subspace import Subspace
-from optax_boost._methods._dim_reduce._subspace import check_subspace
+from optax_boost._methods._dim_reduce._subspace import Subspace, check_subspace
 
 _METHOD = _state.METHOD
 # Trials of a search that starts where the last one ended: a factor of 3e-8 at the default `rho`.

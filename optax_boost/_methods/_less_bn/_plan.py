@@ -4,14 +4,9 @@ A residual addition is an ``a + b`` whose two operands stem from one earlier val
 sides, the one with more layers is the branch; a side with at most one layer is the shortcut.
 """
 
-from collections.abc import Callable
-from collections.abc import Collection
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 import math
-from typing import Any
-from typing import Literal
-from typing import NamedTuple
-from typing import TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 

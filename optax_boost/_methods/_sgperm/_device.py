@@ -62,15 +62,13 @@ this step, so nothing is compiled again while lamda grows.
 import functools
 import itertools
 import math
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from optax_boost._foundation import _arrays
-from optax_boost._methods._sgperm import _host
-from optax_boost._methods._sgperm import _sorting
+from optax_boost._methods._sgperm import _host, _sorting
 
 # The words of a vector in all lanes that are not worth a second search; and the most searches.
 _FEW_WORDS, _BANDS = 64, 4

@@ -4,19 +4,16 @@ Large leaves are processed in blocks of weight vectors. However leaves are shard
 vector is whole on one device while a kernel runs.
 """
 
-from collections.abc import Callable
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import math
-from typing import Any
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from optax_boost._foundation import _arrays
-from optax_boost._methods._sgperm import _layout
-from optax_boost._methods._sgperm import _sorting
+from optax_boost._methods._sgperm import _layout, _sorting
 
 # Weights in a block, on a CPU and on accelerators (for these a guess, to bound memory).
 _WEIGHTS, _MANY_WEIGHTS = 2**18, 2**22

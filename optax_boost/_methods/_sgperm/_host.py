@@ -7,8 +7,7 @@ for the very computation that waits for the callback.
 from collections.abc import Callable
 import functools
 import importlib.util
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 

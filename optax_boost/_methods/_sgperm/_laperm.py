@@ -11,24 +11,15 @@ Of all permutations of v this is the nearest to w in the Euclidean norm: arXiv:2
 
 from collections.abc import Callable
 import functools
-from typing import Any
-from typing import Literal
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from optax_boost._form import _protocol
-from optax_boost._form import _transformation
-from optax_boost._foundation import _arrays
-from optax_boost._foundation import _base
-from optax_boost._foundation import _conditional
-from optax_boost._foundation import _types
-from optax_boost._methods._sgperm import _execution
-from optax_boost._methods._sgperm import _fast
-from optax_boost._methods._sgperm import _layout
-from optax_boost._methods._sgperm import _sorting
+from optax_boost._form import _protocol, _transformation
+from optax_boost._foundation import _arrays, _base, _conditional, _types
+from optax_boost._methods._sgperm import _execution, _fast, _layout, _sorting
 from optax_boost._trace import _layer_axes
 
 _METHOD = "laperm"

@@ -2,17 +2,14 @@
 
 import dataclasses
 import math
-from typing import Any
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from optax_boost._form import _finiteness
-from optax_boost._foundation import _base
-from optax_boost._foundation import _tree
-from optax_boost._foundation import _types
+from optax_boost._foundation import _base, _tree, _types
 from optax_boost._methods import _leaves
 from optax_boost._trace import _layer_axes
 

@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 import math
 import os
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
 import zipfile
 import zlib
 
@@ -15,11 +14,7 @@ import numpy as np
 import optax
 
 from optax_boost._form import _protocol
-from optax_boost._foundation import _arrays
-from optax_boost._foundation import _base
-from optax_boost._foundation import _files
-from optax_boost._foundation import _masking
-from optax_boost._foundation import _tree
+from optax_boost._foundation import _arrays, _base, _files, _masking, _tree
 from optax_boost._methods._sgperm import _execution
 
 

@@ -17,9 +17,7 @@ larger one that wants to decrease and all between (and the mirror image of this)
 from collections.abc import Sequence
 import dataclasses
 import functools
-from typing import Any
-from typing import Literal
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 import zlib
 
 import jax
@@ -27,20 +25,18 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_boost._form import _finiteness
-from optax_boost._form import _protocol
-from optax_boost._form import _transformation
-from optax_boost._foundation import _arrays
-from optax_boost._foundation import _base
-from optax_boost._foundation import _tree
-from optax_boost._methods._sgperm import _device
-from optax_boost._methods._sgperm import _execution
-from optax_boost._methods._sgperm import _fast
-from optax_boost._methods._sgperm import _host
-from optax_boost._methods._sgperm import _layout
-from optax_boost._methods._sgperm import _permuted_params
-from optax_boost._methods._sgperm import _schedules
-from optax_boost._methods._sgperm import _sorting
+from optax_boost._form import _finiteness, _protocol, _transformation
+from optax_boost._foundation import _arrays, _base, _tree
+from optax_boost._methods._sgperm import (
+  _device,
+  _execution,
+  _fast,
+  _host,
+  _layout,
+  _permuted_params,
+  _schedules,
+  _sorting,
+)
 from optax_boost._trace import _layer_axes
 
 _METHOD = "sgperm"

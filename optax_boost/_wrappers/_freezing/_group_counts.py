@@ -12,8 +12,7 @@ other compositions hold, are told apart (:mod:`optax_boost._form._compositions`)
 Adam takes the norm of the updates that are made.
 """
 
-from collections.abc import Callable
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import dataclasses
 import functools
 from typing import Any
@@ -23,8 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_boost._form import _compositions
-from optax_boost._foundation import _conditional
-from optax_boost._foundation import _masking
+from optax_boost._foundation import _conditional, _masking
 from optax_boost._wrappers._freezing import _state_layout
 
 # Equal for groups that one call serves.

@@ -8,8 +8,7 @@ Sources: MindSpore Boost's ``GradientFreeze``, whose `freeze_p` is 1 - f; Brock 
 arXiv:1706.04983; Howard & Ruder, "Universal Language Model Fine-tuning", arXiv:1801.06146.
 """
 
-from collections.abc import Callable
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import dataclasses
 import fractions
 import math

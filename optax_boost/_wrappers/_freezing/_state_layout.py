@@ -7,14 +7,11 @@ states of other authors a count beside moments may be both, as a learning rate s
 function with the moments reads it: the user says which.
 """
 
-from collections.abc import Callable
-from collections.abc import Iterator
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 import dataclasses
 import functools
 import itertools
-from typing import Any
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp

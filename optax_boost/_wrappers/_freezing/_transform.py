@@ -7,28 +7,17 @@ the groups i, ..., G-1; i is a function of (t, key), how many groups are frozen 
 from collections.abc import Callable
 import dataclasses
 import functools
-from typing import Any
-from typing import Literal
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_boost._form import _driver
-from optax_boost._form import _form
-from optax_boost._form import _protocol
-from optax_boost._form import _transformation
-from optax_boost._foundation import _arrays
-from optax_boost._foundation import _base
-from optax_boost._foundation import _conditional
-from optax_boost._foundation import _masking
-from optax_boost._foundation import _tree
+from optax_boost._form import _driver, _form, _protocol, _transformation
+from optax_boost._foundation import _arrays, _base, _conditional, _masking, _tree
 from optax_boost._trace import _layer_groups
-from optax_boost._wrappers._freezing import _group_counts
-from optax_boost._wrappers._freezing import _schedules
-from optax_boost._wrappers._freezing import _state_layout
+from optax_boost._wrappers._freezing import _group_counts, _schedules, _state_layout
 
 
 @_protocol.declares(requests=("frozen_groups",), outcome=("made",))

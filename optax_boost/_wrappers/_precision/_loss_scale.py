@@ -16,22 +16,14 @@ from collections.abc import Callable
 import dataclasses
 import functools
 import math
-from typing import Any
-from typing import Literal
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from optax_boost._form import _driver
-from optax_boost._form import _finiteness
-from optax_boost._form import _protocol
-from optax_boost._form import _transformation
-from optax_boost._foundation import _arrays
-from optax_boost._foundation import _base
-from optax_boost._foundation import _conditional
-from optax_boost._foundation import _masking
+from optax_boost._form import _driver, _finiteness, _protocol, _transformation
+from optax_boost._foundation import _arrays, _base, _conditional, _masking
 
 _METHOD = "dynamic_loss_scale"
 

@@ -6,8 +6,7 @@ Source: Micikevicius et al., "Mixed Precision Training", arXiv:1710.03740; MXNet
 `multi_precision`.
 """
 
-from typing import Literal
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import optax

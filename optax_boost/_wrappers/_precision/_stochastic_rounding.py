@@ -7,8 +7,7 @@ Source: Gupta et al., "Deep Learning with Limited Numerical Precision", arXiv:15
 al., "Revisiting BFloat16 Training", arXiv:2010.06192.
 """
 
-from typing import Literal
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import optax

@@ -10,15 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_boost._form import _driver
-from optax_boost._form import _finiteness
-from optax_boost._form import _protocol
-from optax_boost._form import _transformation
-from optax_boost._foundation import _arrays
-from optax_boost._foundation import _base
-from optax_boost._foundation import _conditional
-from optax_boost._foundation import _masking
-from optax_boost._foundation import _tree
+from optax_boost._form import _driver, _finiteness, _protocol, _transformation
+from optax_boost._foundation import _arrays, _base, _conditional, _masking, _tree
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -1,14 +1,12 @@
 """The kind of each argument of the public functions, and calls that are good but for one."""
 
-from collections.abc import Callable
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 import dataclasses
 import inspect
 import re
 from typing import Any
 
-from flax import linen as nn
-from flax import nnx
+from flax import linen as nn, nnx
 import jax
 import jax.numpy as jnp
 import optax

@@ -5,8 +5,7 @@ import inspect
 import pathlib
 import re
 
-from flax import linen as nn
-from flax import nnx
+from flax import linen as nn, nnx
 import jax
 import jax.numpy as jnp
 import pytest

@@ -11,8 +11,7 @@ import optax
 import optax_boost
 from tests import closeness
 from tests.contract import registry
-from tests.contract.orders import interpreter as eager
-from tests.contract.orders import programs
+from tests.contract.orders import interpreter as eager, programs
 
 DOORS = ("update", "apply_gradients", "train_step")
 # Rounding errors of twelve steps, in ulps of the path of each number.
