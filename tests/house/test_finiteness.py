@@ -34,8 +34,8 @@ ALLOWED = {
     "sum_is_finite": "a sum of squares",
   },
   "_methods/_lars.py": {"_trust_ratio": "norms"},
-  "_wrappers/_precision/_widened.py": {
-    "_round_to_nearest": "a guard of the rounding, which keeps infinities",
+  "_wrappers/_precision/_rounding.py": {
+    "round_to_nearest": "a guard of the rounding, which keeps infinities",
     "round_stochastically": "a guard of the rounding, which keeps infinities",
   },
   "_methods/_svrg.py": {"_correct": "sums of squares"},

@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import optax_boost
-from optax_boost._wrappers._precision import _widened
+from optax_boost._wrappers._precision import _rounding
 
 DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 both_dtypes = pytest.mark.parametrize("dtype", DTYPES)
@@ -18,7 +18,7 @@ both_dtypes = pytest.mark.parametrize("dtype", DTYPES)
 
 @functools.partial(jax.jit, static_argnames="dtype")
 def rounded(key, x, dtype):
-  return _widened.round_stochastically(jax.random.uniform(key, x.shape), x, jnp.dtype(dtype))
+  return _rounding.round_stochastically(jax.random.uniform(key, x.shape), x, jnp.dtype(dtype))
 
 
 def all_numbers(dtype):

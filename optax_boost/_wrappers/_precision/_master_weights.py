@@ -12,7 +12,7 @@ import jax
 import optax
 
 from optax_boost._form import _protocol
-from optax_boost._wrappers._precision import _widened
+from optax_boost._wrappers._precision import _float32_optimizer
 
 
 @_protocol.declares(
@@ -89,4 +89,6 @@ def master_weights(
   References:
     Micikevicius et al., `Mixed Precision Training <https://arxiv.org/abs/1710.03740>`_, 2018.
   """
-  return _widened.make("master_weights", MasterWeightsState, inner, key, axis_name, check)
+  return _float32_optimizer.make_wrapper(
+    "master_weights", MasterWeightsState, inner, key, axis_name, check
+  )

@@ -14,7 +14,7 @@ import optax
 
 from optax_boost._form import _protocol
 from optax_boost._foundation import _base
-from optax_boost._wrappers._precision import _widened
+from optax_boost._wrappers._precision import _float32_optimizer
 
 
 @_protocol.declares(
@@ -101,4 +101,6 @@ def stochastic_rounding(
     Zamirai et al., `Revisiting BFloat16 Training <https://arxiv.org/abs/2010.06192>`_, 2020.
   """
   key = _base.as_key("key", key)
-  return _widened.make("stochastic_rounding", StochasticRoundingState, inner, key, axis_name, check)
+  return _float32_optimizer.make_wrapper(
+    "stochastic_rounding", StochasticRoundingState, inner, key, axis_name, check
+  )

@@ -1,0 +1,199 @@
+"""Runs an optimizer in float32 for half-precision params, and rounds the new params.
+
+:func:`master_weights` and :func:`stochastic_rounding` are this wrapper, with masters and without.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optax_boost._form import _driver, _finiteness, _protocol, _transformation
+from optax_boost._foundation import _arrays, _base, _conditional, _masking, _tree, _types
+from optax_boost._wrappers._precision import _rounding
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Float32Optimizer:
+  """The checked arguments of a factory.
+
+  The state has a field `master_params` if masters are kept. Otherwise each step widens the params.
+  """
+
+  method: str
+  state_type: Any
+  inner: optax.GradientTransformationExtraArgs
+  key: jax.Array | None  # None: round to nearest
+  axis_name: _types.AxisName | None
+  checks_updates: bool
+
+  def init(self, params: optax.Params) -> Any:
+    float32_params = _arrays.copy_arrays(params, _arrays.accumulator_dtype)
+    fields: dict[str, Any] = {
+      "count": jnp.zeros([], jnp.int32),
+      "notfinite_count": jnp.zeros([], jnp.int32),
+      # A copy: the state is donated, the caller's key is not.
+      "key": None if self.key is None else jnp.array(jax.random.key_data(self.key)),
+      "inner_state": self.inner.init(float32_params),
+      "made": jnp.zeros([], bool),
+    }
+    if "master_params" in self.state_type._fields:
+      # Copies: an inner state may hold its params, and all of it is donated together.
+      fields["master_params"] = _arrays.copy_arrays(float32_params)
+    return self.state_type(**fields)
+
+  def before(self, call: _driver.Call, state: Any) -> tuple[_driver.Call, Any, Any]:
+    params = call.params
+
+    def gradients() -> tuple[optax.Updates, dict[str, Any]]:
+      return _inner_arguments(*call.gradients(), params)
+
+    go: _driver.Condition = True
+    finite = jnp.asarray(True)
+    # If the result is checked, `inner` may handle gradients that are not finite. A loss scale
+    # inside must see every overflow: it skips these steps itself.
+    unseen = _protocol.unseen_by_scale(state.inner_state, call.gradients()[0])
+    if unseen and not self.checks_updates:
+      go = finite = call.holds(lambda: self._agree(_finiteness.all_finite(unseen)))
+    place = call.place, getattr(state, "master_params", None)
+    return _driver.Call(gradients, place, go, self._landing(call.landing, state)), state, finite
+
+  def after(
+    self, call: _driver.Call, outcome: _driver.Outcome, state: Any, finite: jax.Array
+  ) -> tuple[Any, Any]:
+    result, masters = outcome.result
+    if not call.landing.in_params:
+      result = _difference(result, call.place)
+    new_masters = {} if masters is None else {"master_params": masters}
+    return result, state._replace(
+      count=_arrays.increment_if(outcome.made, state.count),
+      notfinite_count=_arrays.increment_if(~finite | outcome.lost, state.notfinite_count),
+      **new_masters,
+    )
+
+  def _landing(self, outer: _driver.Landing, state: Any) -> _driver.Landing:
+    """A landing in float32 params; its place is a pair: the params' place, and masters or None."""
+
+    def get(place: Any) -> optax.Params:
+      params, masters = outer.get(place[0]), place[1]
+      return _widen(params) if masters is None else self._follow(masters, params)
+
+    def put(place: Any, new: optax.Params, old: optax.Params) -> Any:
+      params = outer.get(place[0])
+      key = self._step_key(state)
+      rounded = _rounding.round_like(new, params, key)
+      if key is not None:
+        # An entry that the step did not change, as in a frozen layer, is not rounded again.
+        rounded = jax.tree.map(
+          lambda n, o, r, p: jnp.where(n == o, p, r), new, old, rounded, params
+        )
+      return outer.put(place[0], rounded, params), None if place[1] is None else new
+
+    def read(place: Any) -> optax.Params:
+      return _widen(outer.read(place[0])) if place[1] is None else place[1]
+
+    landing = dataclasses.replace(outer, in_params=True, cast=None, get=get, put=put, read=read)
+    return landing.checked(self._agree) if self.checks_updates else landing
+
+  def _agree(self, flag: jax.Array) -> jax.Array:
+    """Whether a flag holds on all devices, so that all run the inner collectives, or none does."""
+    return _conditional.agree(flag, self.axis_name, self.method)
+
+  def _step_key(self, state: Any) -> jax.Array | None:
+    if self.key is None or state.key is None:
+      return None
+    key = jax.random.wrap_key_data(state.key, impl=jax.random.key_impl(self.key))
+    return jax.random.fold_in(key, state.count)
+
+  def _follow(self, masters: optax.Params, params: optax.Params) -> optax.Params:
+    """The masters, replaced by params that were changed since the last step.
+
+    A param was changed if it is not the rounding of its master: to nearest, or with a key to one of
+    the two neighbours.
+    """
+
+    def follow(m: jax.Array, p: jax.Array) -> jax.Array:
+      if m.dtype == p.dtype:
+        return jnp.where(_finiteness.finite_entries(p), p, m)
+      if self.key is None:
+        is_rounding = p == _rounding.round_to_nearest(m, p.dtype)
+      else:
+        is_rounding = (p == _rounding.round_stochastically(0.0, m, p.dtype)) | (
+          p == _rounding.round_stochastically(1.0, m, p.dtype)
+        )
+      return jnp.where(is_rounding | ~_finiteness.finite_entries(p), m, p.astype(m.dtype))
+
+    return jax.tree.map(follow, masters, params)
+
+
+def make_wrapper(
+  method: str,
+  state_type: Any,
+  inner: optax.GradientTransformation,
+  key: Any,
+  axis_name: _types.AxisName | None,
+  check: str,
+) -> optax.GradientTransformationExtraArgs:
+  """Checks the arguments of a factory and makes its wrapper."""
+  _base.check_axis_name("axis_name", axis_name)
+  _base.check_name("check", check, ("updates", "gradients"))
+  wrapper = _Float32Optimizer(
+    method,
+    state_type,
+    _base.check_transformation("inner", inner),
+    None if key is None else _base.as_key("key", key),
+    axis_name,
+    check == "updates",
+  )
+  return _transformation.wrapper(method, state_type, wrapper, needs_params=True, keeps="rounding")
+
+
+def _widen(tree: Any) -> Any:
+  """Casts the leaves of a tree to at least float32."""
+  return jax.tree.map(_arrays.widen, tree)
+
+
+# The extra arguments that are functions of the params.
+_CLOSURES = ("value_fn", "obj_fn", "grad_fn", "full_grad_fn")
+
+
+def _inner_arguments(
+  updates: optax.Updates, extra_args: dict[str, Any], params: optax.Params
+) -> tuple[optax.Updates, dict[str, Any]]:
+  """The gradients and extra arguments in float32, as the inner optimizer gets them."""
+
+  def full_gradient(*args: Any, **kwargs: Any) -> Any:
+    return _widen(_masking.mask_like(extra_args["full_grad_fn"](*args, **kwargs), updates))
+
+  # `inner` calls these functions with float32 params; the model computes in its own dtype.
+  closures = {name: extra_args.get(name) for name in _CLOSURES}
+  if closures["full_grad_fn"] is not None:
+    closures["full_grad_fn"] = full_gradient
+  extra = extra_args | {
+    name: _cast_params_first(function, params) for name, function in closures.items() if function
+  }
+  return _masking.map_gradients(_widen, updates, extra)
+
+
+def _cast_params_first(function: Any, params: optax.Params) -> Any:
+  """A function of float32 params: casts them to the dtypes of `params`, then calls `function`."""
+
+  def cast(x: Any, p: Any) -> Any:
+    return x if _tree.is_masked(x) else x.astype(p.dtype)
+
+  def call(float32_params: optax.Params, *args: Any) -> Any:
+    return function(jax.tree.map(cast, float32_params, params, is_leaf=_tree.is_masked), *args)
+
+  return _masking.ignoring_closures(call)
+
+
+def _difference(rounded: optax.Params, params: optax.Params) -> optax.Updates:
+  """The float32 updates that change params into their new values, which have the params' dtype."""
+
+  def subtract(r: jax.Array, p: jax.Array) -> jax.Array:
+    # Infinite params stay infinite: the difference of infinities would be NaN.
+    return jnp.where(r == p, 0, _arrays.widen(r) - _arrays.widen(p))
+
+  return jax.tree.map(subtract, rounded, params)
