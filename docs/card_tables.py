@@ -26,15 +26,17 @@ METRIC = re.compile(
   r" \| (?P<dtype>float32|int32)(?P<shape>|, one per leaf): (?P<meaning>[^|]+)"
   r" \| (?P<alarm>[^|]+) \|\n"
 )
-# What users want, in the order of how many want it.
+# What users want: the six tools first, in the order of how many want them, then presets and
+# comparisons, then what few need. README, the pages' index, the sidebar and choosing.md follow it.
 WISHES = (
   "fine-tune a part of a model (`requires_grad`, LLRD)",
   "larger batches than fit (`MultiSteps`)",
   "half precision (AMP, `GradScaler`)",
   "a better model from the same run (EMA, SWA)",
-  "a whole training in less time",
-  "large batches",
-  "a train step, presets, comparisons",
+  "a faster training from scratch (curriculum)",
+  "a train step for any optimizer (line searches)",
+  "presets and comparisons (`O1`, races)",
+  "very large batches, bad batches (LARS, spikes)",
   "for study",
 )
 # Guides that the sidebar shows before the cards of a wish.
@@ -159,11 +161,16 @@ def metrics_table(cards: list[Card]) -> Iterator[str]:
     )
 
 
+def caption(wish: str) -> str:
+  """A wish as a heading, without the names that other software has for it."""
+  return wish.partition(" (")[0].capitalize()
+
+
 def sidebar(cards: list[Card]) -> Iterator[str]:
   """A table of contents for each wish: its guide, and the cards that serve it."""
   for wish in WISHES:
     pages = [f"cards/{card.file.removesuffix('.md')}" for card in cards if card.wish == wish]
-    yield f"```{{toctree}}\n:caption: {wish.partition(' (')[0].capitalize()}\n:hidden:"
+    yield f"```{{toctree}}\n:caption: {caption(wish)}\n:hidden:"
     yield from [GUIDES[wish], *pages] if wish in GUIDES else pages
     yield "```\n"
 

@@ -105,6 +105,13 @@ def test_readme_and_pages_have_the_parts_that_the_cards_headers_make():
     assert path.read_text(encoding="utf-8") == expected, f"{path}: run `python docs/card_tables.py`"
 
 
+def test_the_page_for_choosing_has_the_wishes_of_the_tables_in_their_order():
+  script = runpy.run_path(str(DOCS / "card_tables.py"))
+  text = (DOCS / "choosing.md").read_text(encoding="utf-8")
+  bold = re.findall(r"^- \*\*(.*?)\*\*", text, re.MULTILINE)
+  assert bold == [script["caption"](wish) for wish in script["WISHES"]]
+
+
 def test_a_card_without_a_header_is_refused_with_the_form_it_needs(tmp_path):
   script = runpy.run_path(str(DOCS / "card_tables.py"))
   (tmp_path / "method.md").write_text("# `method`\n\n**Verdict:** helps.\n", encoding="utf-8")
