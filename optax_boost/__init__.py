@@ -7,9 +7,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from optax_boost._form._apply_gradients import apply_gradients
-from optax_boost._foundation._base import NoEffectWarning
 from optax_boost._foundation._full_gradient import full_gradient
 from optax_boost._foundation._path_mask import path_mask
+from optax_boost._foundation._warnings import NoEffectWarning
 from optax_boost._levels import AutoBoost, auto_boost
 from optax_boost._methods._adasum import adasum, adasum_reduce
 from optax_boost._methods._centralization import centralize

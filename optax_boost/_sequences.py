@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_boost._foundation import _base, _tree
+from optax_boost._foundation import _checks, _paths, _patterns
 
 # Each length is a shape of the batch, for which a train step is compiled.
 _MOST_LENGTHS = 5
@@ -50,8 +50,8 @@ class LengthSchedule:
   def __post_init__(self) -> None:
     for name in ("lengths", "starts"):
       values = getattr(self, name)
-      if not (isinstance(values, Sequence) and values and all(map(_base.is_integer, values))):
-        raise TypeError(f"`{name}` must be a tuple of integers; got {_base.shorten(values)}.")
+      if not (isinstance(values, Sequence) and values and all(map(_checks.is_integer, values))):
+        raise TypeError(f"`{name}` must be a tuple of integers; got {_checks.shorten(values)}.")
       object.__setattr__(self, name, tuple(map(int, values)))
       if list(values) != sorted(set(values)):
         raise ValueError(f"`{name}` must ascend; got {self.__dict__[name]}.")
@@ -79,8 +79,8 @@ class LengthSchedule:
     Raises:
       TypeError: `step` is traced: a length is a shape, so it must be known outside ``jit``.
     """
-    _base.check_whole_number("step", step, minimum=0)
-    concrete = _base.concrete_number(step)
+    _checks.check_whole_number("step", step, minimum=0)
+    concrete = _checks.concrete_number(step)
     if concrete is None:
       raise TypeError(
         "`step` must be known outside `jit`, for the length is a shape of the batch; got a traced"
@@ -135,9 +135,9 @@ def sequence_length_warmup(
     `arXiv:2503.15450 <https://arxiv.org/abs/2503.15450>`_.
   """
   for name, value in {"full_length": full_length, "total_steps": total_steps}.items():
-    _base.check_whole_number(name, value, static=True)
-  _base.check_number("warmup_fraction", warmup_fraction, positive=True, below=1.0)
-  _base.check_name("growth", growth, ("linear", "doubling"))
+    _checks.check_whole_number(name, value, static=True)
+  _checks.check_number("warmup_fraction", warmup_fraction, positive=True, below=1.0)
+  _checks.check_name("growth", growth, ("linear", "doubling"))
   divisors = [n for n in range(1, full_length + 1) if full_length % n == 0]
   if first_length is None:
     first_length = next(n for n in divisors if _FIRST_SHARE * n >= full_length)
@@ -222,10 +222,10 @@ def cut(
   reads_values: bool,
 ) -> Any:
   """Like :func:`cut_sequences`; asks about leaves of classes only if it `reads_values`."""
-  _base.check_whole_number("full_length", full_length, static=True)
+  _checks.check_whole_number("full_length", full_length, static=True)
   _check_length("length", length, full_length)
   leaves, structure = jax.tree.flatten(batch)
-  paths = _tree.leaf_paths(batch)
+  paths = _paths.leaf_paths(batch)
   found = [
     _treatment(path, leaf, named, full_length, reads_values)
     for path, leaf, named in zip(paths, leaves, match_axes(axes, paths), strict=True)
@@ -242,7 +242,7 @@ def cut(
 
 
 def _check_length(name: str, length: Any, full_length: int) -> None:
-  _base.check_whole_number(name, length, static=True)
+  _checks.check_whole_number(name, length, static=True)
   if full_length % length:
     raise ValueError(
       f"`{name}` must divide the full length {full_length}, so that windows keep all tokens; got"
@@ -254,16 +254,16 @@ def match_axes(axes: Mapping[str, LeafAxes] | None, paths: list[str]) -> list[Le
   """What `axes` says of each leaf, or None; checks the argument."""
   if axes is None:
     return [None] * len(paths)
-  _base.check_type("axes", axes, Mapping, "a dict from regular expressions to axes")
+  _checks.check_type("axes", axes, Mapping, "a dict from regular expressions to axes")
   for pattern, how in axes.items():
-    pair = isinstance(how, tuple) and len(how) == 2 and all(map(_base.is_integer, how))
-    if not (_base.is_integer(how) or pair or (isinstance(how, str) and how in _WORDS)):
+    pair = isinstance(how, tuple) and len(how) == 2 and all(map(_checks.is_integer, how))
+    if not (_checks.is_integer(how) or pair or (isinstance(how, str) and how in _WORDS)):
       raise TypeError(
         "`axes` must give each pattern an axis, two axes, 'positions', 'repeat' or 'keep'; got"
-        f" {_base.shorten(how)} for {pattern!r}."
+        f" {_checks.shorten(how)} for {pattern!r}."
       )
   treatments = list(axes.values())
-  matches = _tree.first_match("axes", list(axes), paths, required=True)
+  matches = _patterns.first_match("axes", list(axes), paths, required=True)
   return [None if index is None else treatments[index] for index in matches]
 
 
@@ -272,12 +272,12 @@ def _treatment(
 ) -> LeafAxes | None:
   """How a leaf is cut, its axes not negative; None: it must be named."""
   name = _leaf_name(path)
-  if not _base.is_any_array(leaf) and hasattr(leaf, "shape") and not isinstance(leaf, np.generic):
+  if not _checks.is_any_array(leaf) and hasattr(leaf, "shape") and not isinstance(leaf, np.generic):
     raise TypeError(
       f"`batch` must hold NumPy or JAX arrays; got {name} of type {type(leaf).__name__}. Convert it"
       " with np.asarray."
     )
-  shape = jnp.shape(leaf) if _base.is_any_array(leaf) else ()
+  shape = jnp.shape(leaf) if _checks.is_any_array(leaf) else ()
   if not shape:
     return "keep"
   long_axes = _long_axes(shape, full_length)
@@ -348,7 +348,7 @@ def _check_named(
   if not cut and not any(long_axes[path] for path in unnamed):
     raise ValueError(
       f"`batch` must have a leaf that is cut, with {entries} along an axis after the first; got"
-      f" {_base.shorten(shapes)}. The full length is the number of tokens that a loss predicts."
+      f" {_checks.shorten(shapes)}. The full length is the number of tokens that a loss predicts."
     )
   if unnamed:
     counts = {shape[0] for path, shape in shapes.items() if long_axes[path]}
@@ -380,7 +380,7 @@ def _leaf_name(path: str) -> str:
 def leaf_pattern(path: str, paths: list[str]) -> str:
   """A regular expression for `axes` that matches a leaf, and no other leaf."""
   pattern = re.sub(r"([^\w/ -])", r"\\\1", path) or ".*"
-  search = _base.compile_pattern("axes", pattern).search
+  search = _patterns.compile_pattern("axes", pattern).search
   return pattern if sum(map(bool, map(search, paths))) == 1 else f"^{pattern}$"
 
 
@@ -403,8 +403,8 @@ def _check_sequences(paths: list[str], leaves: list[Any], treatments: list[Any])
   if len(set(counts.values())) > 1:
     raise ValueError(
       "`batch` must have equally many sequences in all leaves, along axis 0; got"
-      f" {_base.shorten(counts)}. A leaf that all sequences share must be broadcast to them, as by"
-      " np.broadcast_to(leaf, shape)."
+      f" {_checks.shorten(counts)}. A leaf that all sequences share must be broadcast to them, as"
+      " by np.broadcast_to(leaf, shape)."
     )
 
 

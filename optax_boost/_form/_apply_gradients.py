@@ -5,7 +5,7 @@ from typing import Any
 import optax
 
 from optax_boost._form import _driver, _own_state
-from optax_boost._foundation import _arrays, _base, _tree
+from optax_boost._foundation import _arrays, _checks, _extra_args, _tree_checks
 
 
 def apply_gradients(
@@ -56,11 +56,11 @@ def apply_gradients(
     Reverse-mode differentiation through such a step needs ``tx.update``.
   """
   # XLA 24: params come before the state in the results, so that both can be donated in this order.
-  tx = _base.check_transformation("tx", tx)
-  _tree.check_same_tree(grads, _tree.differentiated(params), "apply_gradients")
+  tx = _checks.check_transformation("tx", tx)
+  _tree_checks.check_same_tree(grads, _tree_checks.differentiated(params), "apply_gradients")
   _own_state.check(tx, opt_state, params)
   grads, params = _arrays.as_jax((grads, params))
-  return step_in_place(tx, grads, opt_state, params, _arrays.as_jax_gradients(extra_args))
+  return step_in_place(tx, grads, opt_state, params, _extra_args.as_jax_gradients(extra_args))
 
 
 def step_in_place(

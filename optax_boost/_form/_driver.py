@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_boost._form import _finiteness, _form, _protocol
-from optax_boost._foundation import _conditional, _masking, _tree
+from optax_boost._foundation import _arrays, _conditionals, _masks, _mesh_axes, _placement
 
 # Makes the gradients and the extra arguments of ``update``.
 Gradients: TypeAlias = Callable[[], tuple[optax.Updates, dict[str, Any]]]
@@ -91,14 +91,14 @@ class Landing:
     if condition is True:
       return condition, *function(*carry)
     if self.in_place:
-      return _conditional.once_if(condition, function, *carry)
+      return _conditionals.once_if(condition, function, *carry)
 
     def call(*carry: Any) -> tuple[Any, ...]:
-      return tuple(_conditional.cast_like(tuple(function(*carry)), carry))
+      return tuple(_arrays.cast_like(tuple(function(*carry)), carry))
 
     if jax.sharding.get_abstract_mesh().manual_axes:
-      carry = jax.tree.map(_conditional.vary, carry, jax.eval_shape(call, *carry))
-    return condition, *_conditional.cond(condition, call, lambda *carry: carry, *carry)
+      carry = jax.tree.map(_mesh_axes.vary, carry, jax.eval_shape(call, *carry))
+    return condition, *_conditionals.cond(condition, call, lambda *carry: carry, *carry)
 
   def holds_if(self, condition: Condition, check: Callable[[], jax.Array]) -> jax.Array:
     """Makes a check if `condition` and returns whether it holds; True if it is not made."""
@@ -141,7 +141,7 @@ class Call(NamedTuple):
     self, condition: Condition, function: Callable[..., Sequence[Any]], *carry: Any
   ) -> Sequence[Any]:
     """``function(*carry)`` if `condition` and the step is to be made, else `carry`; in place."""
-    _, *results = self.landing.change_if(_conditional.both(self.go, condition), function, *carry)
+    _, *results = self.landing.change_if(_conditionals.both(self.go, condition), function, *carry)
     return results
 
 
@@ -206,7 +206,7 @@ def run(tx: optax.GradientTransformation, call: Call, state: Any) -> Outcome:
   form.check(call.gradients()[0], state, call.params)
   inner_call, new_state, context = wrapper.before(call, state)
   new_state = _new_if(call.go, new_state, state)
-  inner_call = inner_call._replace(go=_conditional.both(call.go, inner_call.go))
+  inner_call = inner_call._replace(go=_conditionals.both(call.go, inner_call.go))
   outcome = run(wrapper.inner, inner_call, state.inner_state)
   result, last_state = wrapper.after(call, outcome, new_state, context)
   last_state = _new_if(call.go, last_state, new_state, scalars_only=True)
@@ -256,7 +256,7 @@ def _make(tx: optax.GradientTransformation, call: Call, state: Any) -> Outcome:
     nonlocal ahead
     params, updates, moved = update(call.place, state)
     # In the dtypes in which the state is kept: a number may be beyond the range of float16.
-    moved = _conditional.cast_like(moved, state)
+    moved = _arrays.cast_like(moved, state)
     ahead = params, updates, moved
     new, old = updates, jax.tree.map(jnp.zeros_like, updates)
     if params is not None:
@@ -265,11 +265,11 @@ def _make(tx: optax.GradientTransformation, call: Call, state: Any) -> Outcome:
 
   if landing.checks:
     sound = call.holds(is_sound)
-  go = _conditional.both(call.go, sound)
+  go = _conditionals.both(call.go, sound)
   lost = jnp.asarray(False) if sound is True else ~sound
   if go is True:
     made, (result, moved) = go, step(call.place, state)
-  elif _conditional.is_concrete(go) and go and ahead is not None:
+  elif _conditionals.is_concrete(go) and go and ahead is not None:
     # Outside a trace, the step that was computed for the check is the step.
     made, (result, moved) = go, land(call.place, *ahead)
   elif landing.in_params:
@@ -278,9 +278,9 @@ def _make(tx: optax.GradientTransformation, call: Call, state: Any) -> Outcome:
     shapes = None if ahead is None else jax.tree.map(jax.typeof, ahead[1])
     made, (result, moved) = (
       go,
-      _conditional.update_if(go, lambda state: step(call.place, state), state, shapes),
+      _conditionals.update_if(go, lambda state: step(call.place, state), state, shapes),
     )
-  return Outcome(result, moved, _conditional.both(made, _made(state, moved)), lost)
+  return Outcome(result, moved, _conditionals.both(made, _made(state, moved)), lost)
 
 
 def _made(before: Any, after: Any) -> Condition:
@@ -295,9 +295,9 @@ def add_updates(
   """``optax.apply_updates``, without its rounding where a state holds the exact new params."""
 
   def reach(reached: Any, total: Any, param: Any, update: Any, exact: Any) -> Any:
-    if _tree.is_masked(exact) or jnp.shape(exact) != jnp.shape(total):
+    if _masks.is_masked(exact) or jnp.shape(exact) != jnp.shape(total):
       return total
-    exact = _conditional.in_device_memory(exact).astype(total.dtype)
+    exact = _placement.in_device_memory(exact).astype(total.dtype)
     wide = jnp.promote_types(total.dtype, update.dtype)
     step = exact.astype(wide) - param.astype(wide)
     # Compared relative to the step: an update that was changed, as to zero in a frozen leaf, is
@@ -306,7 +306,7 @@ def add_updates(
     return jnp.where(leads & reached, exact, total)
 
   new = optax.apply_updates(params, updates)
-  structure: Any = jax.tree.structure(params, is_leaf=_tree.is_masked)
+  structure: Any = jax.tree.structure(params, is_leaf=_masks.is_masked)
   for node in _protocol.declaring_states(state, "exact"):
     reached: Any = True
     for name in _protocol.declared(node, "exact_if"):
@@ -314,7 +314,7 @@ def add_updates(
     reach_if = functools.partial(reach, reached)
     for name in _protocol.declared(node, "exact"):
       trees = (new, params, updates, getattr(node, name))
-      leaves = [_masking.leaves_like(tree, params) for tree in trees]
+      leaves = [_masks.leaves_like(tree, params) for tree in trees]
       fitting = [of_tree for of_tree in leaves if of_tree is not None]
       if len(fitting) == len(trees):
         new = jax.tree.unflatten(structure, list(map(reach_if, *fitting)))

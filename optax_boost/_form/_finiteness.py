@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optax_boost._foundation import _arrays, _conditional
+from optax_boost._foundation import _arrays, _conditionals, _placement
 
 # XLA 1: of params with fewer entries than `_SMALL`, `_TOGETHER` are checked in one loop, which
 # compiles in the square of their number.
@@ -83,7 +83,7 @@ def _every_entry_is_finite(tree: Any) -> jax.Array:
 def _unless_proven(proven: jax.Array, check: Callable[[], jax.Array]) -> jax.Array:
   """Makes a check unless its outcome is proven to be True."""
   # XLA 11: without the barrier the check would run in every step on TPUs.
-  _, holds = _conditional.once_if(
+  _, holds = _conditionals.once_if(
     ~proven, lambda _: (jax.lax.optimization_barrier(check()),), proven
   )
   return holds
@@ -164,10 +164,10 @@ def _zero_or_nan(new: jax.Array, old: jax.Array | None, link: jax.Array) -> jax.
 
   These are the entries that were bad before and did not turn into NaN.
   """
-  x = _conditional.in_device_memory(new) + link.astype(new.dtype)
+  x = _placement.in_device_memory(new) + link.astype(new.dtype)
   good = finite_entries(x)
   if old is not None:
-    old = _conditional.in_device_memory(old)
+    old = _placement.in_device_memory(old)
     turned_nan = jnp.isnan(x) & ~jnp.isnan(old)
     good |= ~(finite_entries(old) | turned_nan)
   return jnp.where(good, jnp.zeros([], _arrays.accumulator_dtype(x.dtype)).real, jnp.nan)

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import optax
 
 from optax_boost._form import _protocol
-from optax_boost._foundation import _base, _tree
+from optax_boost._foundation import _tree_checks
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -53,16 +53,16 @@ class Form:
   def check(self, updates: optax.Updates, state: Any, params: optax.Params | None) -> None:
     """Checks the arguments of ``update``: params that fit the gradients, the type of the state."""
     if self.needs_params:
-      _base.require_params(params, self.method)
-    _base.require_state(state, self.state_type, self.method)
+      _tree_checks.require_params(params, self.method)
+    _tree_checks.require_state(state, self.state_type, self.method)
     if params is not None:
-      of_gradients = _tree.differentiated(params) if self.allows_pairs else params
-      _tree.check_same_tree(updates, of_gradients, self.method)
+      of_gradients = _tree_checks.differentiated(params) if self.allows_pairs else params
+      _tree_checks.check_same_tree(updates, of_gradients, self.method)
     self.check_leaves(updates)
 
   def check_leaves(self, tree: Any) -> None:
     """Raises TypeError for leaves whose dtype the method can't take."""
-    check = _tree.check_inexact if self.allows_complex else _tree.check_floating
+    check = _tree_checks.check_inexact if self.allows_complex else _tree_checks.check_floating
     check(tree, self.method)
 
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_boost._foundation import _tree, _types
+from optax_boost._foundation import _paths, _types
 
 _NUMBER_KINDS = (jnp.floating, jnp.complexfloating, jnp.integer)
 
@@ -54,7 +54,7 @@ def _difference(init: Callable[[optax.Params], Any], structure: Any, types: Any)
 
 def difference(expected: Any, state: _types.Tree) -> str:
   """What tells a state from the expected one; "": nothing."""
-  required, present = set(_tree.leaf_paths(expected)), set(_tree.leaf_paths(state))
+  required, present = set(_paths.leaf_paths(expected)), set(_paths.leaf_paths(state))
   if lacking := sorted(required - present):
     return f"it lacks the leaf '{lacking[0]}'"
   if surplus := sorted(present - required):
@@ -68,8 +68,8 @@ def array_difference(expected: _types.Tree, state: _types.Tree) -> str:
   An `init` of another author may make scalars that grow in the first update, and an update may
   change the precision, so only shapes of arrays and kinds of numbers must agree.
   """
-  leaves = dict(zip(_tree.leaf_paths(state), jax.tree.leaves(state), strict=True))
-  for path, array in zip(_tree.leaf_paths(expected), jax.tree.leaves(expected), strict=True):
+  leaves = dict(zip(_paths.leaf_paths(state), jax.tree.leaves(state), strict=True))
+  for path, array in zip(_paths.leaf_paths(expected), jax.tree.leaves(expected), strict=True):
     if path not in leaves or not array.shape:
       continue
     got = leaves[path]

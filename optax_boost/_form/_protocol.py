@@ -36,7 +36,7 @@ import jax
 import numpy as np
 import optax
 
-from optax_boost._foundation import _base, _tree, _types
+from optax_boost._foundation import _checks, _masks, _paths, _types
 
 LOSS_SCALE = "loss_scale"
 FROZEN_GROUPS = "frozen_groups"
@@ -250,7 +250,7 @@ def renew_full_gradients(
   if not _asking(opt_state, FULL_GRADIENT):
     raise ValueError(
       "`refresh` needs an optimizer state that asks for the full gradient, such as the state of"
-      f" `optax_boost.svrg` does; got {_base.shorten(jax.tree.structure(opt_state), 400)}."
+      f" `optax_boost.svrg` does; got {_checks.shorten(jax.tree.structure(opt_state), 400)}."
     )
 
   def asks(node: _types.Tree) -> bool:
@@ -288,10 +288,10 @@ class GroupAssignment(NamedTuple):
 
 def hidden_leaves(params: optax.Params) -> dict[str, optax.MaskedNode]:
   """The field `hidden` of a state: paths that ``optax.masked`` hides from the method, no arrays."""
-  return dict.fromkeys(_tree.masked_paths(params), optax.MaskedNode())
+  return dict.fromkeys(_masks.masked_paths(params), optax.MaskedNode())
 
 
 def seen_leaves(state: _types.Tree, tree: _types.Tree) -> list[bool]:
   """Whether the method of a state sees each leaf; ``optax.partition`` hides the others."""
   hidden = [f"{path}/" for path in getattr(state, "hidden", ())]
-  return [not f"{path}/".startswith(tuple(hidden)) for path in _tree.leaf_paths(tree)]
+  return [not f"{path}/".startswith(tuple(hidden)) for path in _paths.leaf_paths(tree)]

@@ -15,7 +15,7 @@ from typing import Any
 import optax
 
 from optax_boost._form import _driver, _form, _order
-from optax_boost._foundation import _arrays
+from optax_boost._foundation import _arrays, _extra_args
 
 
 def transformation(
@@ -101,7 +101,7 @@ def _with_form(
     updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra_args: Any
   ) -> tuple[optax.Updates, Any]:
     updates, params = _arrays.as_jax((updates, params))
-    return step(updates, state, params, _arrays.as_jax_gradients(extra_args))
+    return step(updates, state, params, _extra_args.as_jax_gradients(extra_args))
 
   # An attribute of the function survives if the pair is rebuilt, as `jax.tree.map` rebuilds it.
   update.form = form  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Arrays of leaves: dtypes, sums, counters, places on devices, stacks of small ones."""
+"""Arrays of leaves: dtypes, sums, counters, stacks of small ones."""
 
 from collections.abc import Callable, Hashable, Sequence
 import functools
@@ -13,6 +13,8 @@ from optax_boost._foundation import _types
 
 # XLA 7: leaves of fewer entries are worked on together, as a kernel costs more than a copy.
 _SMALL = 8192
+
+
 # XLA 1: so many small leaves are reduced in one loop, which compiles in the square of their number.
 _TOGETHER = 16
 
@@ -20,52 +22,6 @@ _TOGETHER = 16
 def increment_if(flag: jax.Array, count: jax.Array) -> jax.Array:
   """A saturating counter after a step in which its event may have happened."""
   return jnp.where(flag, optax.safe_increment(count), count)
-
-
-def has_auto_axes_only(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> bool:
-  """Whether the compiler places arrays along all axes of a mesh."""
-  return set(mesh.axis_types) == {jax.sharding.AxisType.Auto}
-
-
-def without_axes(
-  sharding: jax.sharding.NamedSharding, axes: Sequence[int], instead: Any = None
-) -> jax.sharding.NamedSharding:
-  """A sharding with another entry for some axes that are sharded; None: whole on each device."""
-  spec = [instead if axis in axes and x is not None else x for axis, x in enumerate(sharding.spec)]
-  return jax.sharding.NamedSharding(
-    sharding.mesh, jax.sharding.PartitionSpec(*spec), memory_kind=sharding.memory_kind
-  )
-
-
-def gather_axes(x: jax.Array, axes: Sequence[int]) -> jax.Array:
-  """An array with some axes whole on each device of an Explicit mesh, to be sliced along them.
-
-  On other meshes the compiler handles slicing.
-  """
-  sharding = jax.typeof(x).sharding
-  if all(sharding.spec[axis] is None for axis in axes):
-    return x
-  return place_by(x, without_axes(sharding, axes))
-
-
-def place_by(x: jax.Array, sharding: jax.sharding.NamedSharding) -> jax.Array:
-  """An array with a sharding by the type of an array, which tells of Explicit meshes alone."""
-  explicit = jax.sharding.AxisType.Explicit in sharding.mesh.axis_types
-  return jax.sharding.reshard(x, sharding) if explicit else x
-
-
-def is_whole_here(x: _types.Unchecked) -> bool:
-  """Whether this process has all of an array: it has no other process's, or each has a copy."""
-  return not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated
-
-
-def put(x: Any, sharding: jax.sharding.Sharding) -> jax.Array:
-  """An array on the devices of a sharding; with several processes each has all of it, or a part."""
-  if sharding.is_fully_addressable or not getattr(x, "is_fully_addressable", True):
-    return jax.device_put(x, sharding)
-  # `device_put` would send all of it to all devices, to compare the processes' copies.
-  host = np.asarray(x)
-  return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
 
 def copy_arrays(
@@ -100,13 +56,6 @@ def as_jax(tree: _types.SameTree) -> _types.SameTree:
   return jax.tree.unflatten(
     structure, [jnp.array(x) if n and jnp.issubdtype(x.dtype, jnp.inexact) else x for x, n in pairs]
   )
-
-
-def as_jax_gradients(extra_args: _types.ExtraArgs) -> _types.ExtraArgs:
-  """The extra arguments of ``update`` with the loss and its gradient as :func:`as_jax` has them."""
-  return extra_args | {
-    name: as_jax(extra_args[name]) for name in ("value", "grad") if name in extra_args
-  }
 
 
 def accumulator_dtype(dtype: _types.Dtype) -> jnp.dtype:
@@ -186,3 +135,15 @@ def stackable_leaves(*trees: _types.Tree) -> list[list[list[jax.Array]]]:
   groups = stackable([None] * len(columns[0]), *columns)
   chunks = [group[i : i + _TOGETHER] for group in groups for i in range(0, len(group), _TOGETHER)]
   return [[[leaves[i] for i in chunk] for leaves in columns] for chunk in chunks]
+
+
+def cast_like(tree: _types.SameTree, like: _types.Tree) -> _types.SameTree:
+  """Gives each array its counterpart's dtype, as conditionals, scans and compiled steps need.
+
+  Momentum of float16 params, for one, is float32 once a float32 gradient is added to it.
+  """
+  return jax.tree.map(lambda x, y: x if _dtype(x) == _dtype(y) else x.astype(_dtype(y)), tree, like)
+
+
+def _dtype(x: Any) -> Any:
+  return jnp.result_type(x) if not hasattr(x, "dtype") else x.dtype

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_boost._foundation import _arrays, _base, _progress, _tree
+from optax_boost._foundation import _arrays, _batches, _checks, _progress, _tree_checks
 
 _METHOD = "full_gradient"
 
@@ -66,13 +66,13 @@ def full_gradient(
     >>> float(optax_boost.full_gradient(gradient, jnp.zeros([]), batches))
     -3.0
   """
-  _base.check_callable("grad_fn", grad_fn, "grad_fn(params, batch)")
-  _base.check_callable("weight_fn", weight_fn, "weight_fn(batch)", optional=True)
-  _base.check_bool("stacked", stacked)
-  _tree.check_inexact(params, _METHOD, _tree.CLOSE_OVER)
+  _checks.check_callable("grad_fn", grad_fn, "grad_fn(params, batch)")
+  _checks.check_callable("weight_fn", weight_fn, "weight_fn(batch)", optional=True)
+  _checks.check_bool("stacked", stacked)
+  _tree_checks.check_inexact(params, _METHOD, _tree_checks.CLOSE_OVER)
   # A key of `jax.random.PRNGKey` stays as it is.
   raw = getattr(rng, "dtype", None) == jnp.uint32 and getattr(rng, "ndim", 0) == 1
-  rng = rng if rng is None or raw else _base.as_key("rng", rng)
+  rng = rng if rng is None or raw else _checks.as_key("rng", rng)
   if stacked:
     return _scan(grad_fn, params, batches, rng, weight_fn)
   if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(params)):
@@ -103,7 +103,7 @@ def mean_over_batches(
   iterable = hasattr(batches, "__iter__") or hasattr(batches, "__getitem__")
   if not iterable or isinstance(batches, Mapping | str | bytes | type):
     raise TypeError(
-      f"`batches` must be an iterable of batches; got {_base.shorten(batches)}. A single batch is"
+      f"`batches` must be an iterable of batches; got {_checks.shorten(batches)}. A single batch is"
       " passed as `[batch]`."
     )
   # A Partial is an argument of the jitted function, so its bound arrays may change without a
@@ -196,8 +196,8 @@ def _weight(batch: Any, weight_fn: Callable[[Any], Any] | None, index: int, meth
         f"`weight_fn` must return a finite number >= 0; it returned {weight:g} for batch {index}."
       )
     return weight
-  leaves = jax.tree.leaves(batch, is_leaf=_tree.is_constants)
-  shapes = [jnp.shape(leaf) for leaf in leaves if not _tree.is_constants(leaf)]
+  leaves = jax.tree.leaves(batch, is_leaf=_batches.is_constants)
+  shapes = [jnp.shape(leaf) for leaf in leaves if not _batches.is_constants(leaf)]
   lengths = {shape[:1] for shape in shapes}
   if len(lengths) != 1 or () in lengths:
     raise ValueError(
@@ -208,10 +208,10 @@ def _weight(batch: Any, weight_fn: Callable[[Any], Any] | None, index: int, meth
 
 
 def _check_weight(weight: Any) -> Any:
-  array = _base.is_any_array(weight)
+  array = _checks.is_any_array(weight)
   real = isinstance(weight, numbers.Real) or (array and jnp.isrealobj(weight))
   if not real or jnp.shape(weight) != ():
-    got = f"an array of shape {jnp.shape(weight)}" if array else _base.shorten(weight)
+    got = f"an array of shape {jnp.shape(weight)}" if array else _checks.shorten(weight)
     raise TypeError(
       f"`weight_fn` must return a number, how many real examples the batch has; it returned {got}."
     )
@@ -228,7 +228,7 @@ def _as_array(index: int, path: Any, leaf: Any) -> Any:
     name = jax.tree_util.keystr(path, simple=True, separator="/")
     raise TypeError(
       f"`batches` must hold trees of numbers; the leaf '{name or 'batch'}' of batch {index} is"
-      f" {_base.shorten(leaf)} of dtype {dtype}. Leave it out of the batches."
+      f" {_checks.shorten(leaf)} of dtype {dtype}. Leave it out of the batches."
     )
   return array
 
@@ -239,7 +239,7 @@ def check_gradients(gradients: Any, params: Any, source: str) -> None:
   want: Any = jax.tree.structure(params)
   if got == want:
     of_real = jax.tree.map(lambda g, p: None if jnp.iscomplexobj(p) else g, gradients, params)
-    _tree.check_floating(of_real, source, "Give gradients as `jax.grad` does.")
+    _tree_checks.check_floating(of_real, source, "Give gradients as `jax.grad` does.")
   shapes = [getattr(leaf, "shape", ()) for leaf in jax.tree.leaves(gradients)]
   if got != want or shapes != [jnp.shape(leaf) for leaf in jax.tree.leaves(params)]:
     raise ValueError(

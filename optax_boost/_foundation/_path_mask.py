@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from optax_boost._foundation import _base, _tree
+from optax_boost._foundation import _patterns, _selectors
 
 
 def path_mask(*patterns: str) -> Callable[[Any], Any]:
@@ -34,10 +34,10 @@ def path_mask(*patterns: str) -> Callable[[Any], Any]:
     ... )
   """
   for pattern in patterns:
-    _base.compile_pattern("patterns", pattern)
+    _patterns.compile_pattern("patterns", pattern)
 
   def mask(params: Any) -> Any:
-    selected = _tree.select(params, patterns, "patterns")
+    selected = _selectors.select(params, patterns, "patterns")
     return jax.tree.unflatten(jax.tree.structure(params), selected)
 
   return mask

@@ -54,7 +54,7 @@ LeafTest: TypeAlias = Callable[[Any], bool]
 AxisName: TypeAlias = str | tuple[str, ...]
 # The same for all leaves, or by regular expression.
 AxisNames: TypeAlias = AxisName | Mapping[str, AxisName]
-# A set of leaves: one or several regular expressions that match whole segments of their paths (see
-# `_base.compile_pattern`), a tree of bools, a callable from the params to such a tree (optax's mask
+# A set of leaves: one or several regular expressions that match whole segments of their paths
+# (`_patterns`), a tree of bools, a callable from the params to such a tree (optax's mask
 # convention), or None for no leaf.
 LeafSelector: TypeAlias = Any

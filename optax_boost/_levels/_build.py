@@ -10,7 +10,7 @@ import optax
 
 from optax_boost import _sequences
 from optax_boost._form import _compositions
-from optax_boost._foundation import _base, _tree
+from optax_boost._foundation import _checks, _mesh_axes, _tree_checks, _warnings
 from optax_boost._levels import _config, _first_windows, _levels, _method_settings
 from optax_boost._methods import _centralization, _less_bn
 from optax_boost._trace import _layer_axes, _layer_groups
@@ -172,9 +172,9 @@ class AutoBoost:
         on without params or a subspace; `groups` are given to a level for tokens; the loss of the
         first windows isn't finite, or positions in the batch run past a table of the model.
     """
-    tx = _base.check_transformation("tx", tx)
+    tx = _checks.check_transformation("tx", tx)
     if params is not None:
-      _tree.check_inexact(params, "auto_boost", _tree.KEEP_OUT)
+      _tree_checks.check_inexact(params, "auto_boost", _tree_checks.KEEP_OUT)
     if "dim_reduce" in self.on:
       return _method_settings.subspace_optimizer(params, **self.on["dim_reduce"])
 
@@ -314,25 +314,25 @@ def auto_boost(
     >>> list(boost.on)
     ['less_bn', 'centralize', 'freeze_layers', 'average_params']
   """
-  _base.check_type("level", level, str, f"one of {', '.join(map(repr, _levels.LEVELS))}")
+  _checks.check_type("level", level, str, f"one of {', '.join(map(repr, _levels.LEVELS))}")
   if level not in _levels.LEVELS:
     hint = _config.nearest(level.upper(), _levels.LEVELS)
-    raise ValueError(f"There is no level {_base.shorten(level)}.{hint}")
+    raise ValueError(f"There is no level {_checks.shorten(level)}.{hint}")
   mesh_axes = {"axis_name": axis_name, "local_axis_name": local_axis_name}
   for argument, name in mesh_axes.items():
-    _base.check_axis_name(argument, name)
+    _mesh_axes.check_axis_name(argument, name)
   if axis_name is None and local_axis_name is not None:
     raise ValueError(
       "`axis_name` must be the axis over servers with a `local_axis_name`; got None."
     )
   if total_steps is not None:
-    _base.check_whole_number("total_steps", total_steps, static=True)
+    _checks.check_whole_number("total_steps", total_steps, static=True)
   if sequence_length is not None:
-    _base.check_whole_number("sequence_length", sequence_length, static=True)
+    _checks.check_whole_number("sequence_length", sequence_length, static=True)
   _sequences.match_axes(axes, [])
   if axes is not None and sequence_length is None:
-    raise ValueError(f"`axes` must be None without `sequence_length`; got {_base.shorten(axes)}.")
-  _base.as_key("key", key)
+    raise ValueError(f"`axes` must be None without `sequence_length`; got {_checks.shorten(axes)}.")
+  _checks.as_key("key", key)
   if config is None:
     title = f"level {level} for images; for tokens pass `sequence_length`"
     if sequence_length is not None:
@@ -348,6 +348,6 @@ def auto_boost(
   on, why, ignored = _levels.decide_config(level, values, mesh_axes)
   if ignored:
     message = f"keys of MindSpore's configuration without effect here: {ignored}."
-    _base.warn(message, _base.NoEffectWarning)
+    _warnings.warn(message, _warnings.NoEffectWarning)
   mode = values.get("boost", {}).get("mode", "auto")
   return AutoBoost(f"MindSpore's configuration, level {level}, mode {mode}", on, why, ignored, key)

@@ -8,7 +8,7 @@ import pathlib
 import sys
 from typing import Any, NamedTuple, TypeAlias
 
-from optax_boost._foundation import _base
+from optax_boost._foundation import _checks
 
 # The forms of the argument `config`.
 Config: TypeAlias = Mapping[str, Any] | str | os.PathLike[str] | None
@@ -30,8 +30,8 @@ def _is_number(value: Any) -> bool:
 
 
 def _count(default: int, ignored: str = "") -> Key:
-  words = f"an integer >= 1 and <= {_base.LARGEST_COUNT}"
-  return Key(default, words, lambda v: type(v) is int and 1 <= v <= _base.LARGEST_COUNT, ignored)
+  words = f"an integer >= 1 and <= {_checks.LARGEST_COUNT}"
+  return Key(default, words, lambda v: type(v) is int and 1 <= v <= _checks.LARGEST_COUNT, ignored)
 
 
 _FLAG = Key(True, "true or false", lambda v: isinstance(v, bool))
@@ -93,20 +93,22 @@ def read_config(config: Config) -> dict[str, dict[str, Any]]:
 
 def _checked(config: Any) -> dict[str, dict[str, Any]]:
   words = "a dict of blocks, JSON in a string, or the path of a JSON file"
-  _base.check_type("config", config, Mapping, words)
+  _checks.check_type("config", config, Mapping, words)
   return {block: dict(_checked_block(block, values)) for block, values in config.items()}
 
 
 def _checked_block(block: Any, values: Any) -> Iterable[tuple[str, Any]]:
   if block not in SCHEMA:
-    raise ValueError(f"`config` has no block {_base.shorten(block)}.{nearest(block, SCHEMA)}")
-  _base.check_type(block, values, Mapping, "a dict of keys and values")
+    raise ValueError(f"`config` has no block {_checks.shorten(block)}.{nearest(block, SCHEMA)}")
+  _checks.check_type(block, values, Mapping, "a dict of keys and values")
   for name, value in values.items():
     if (key := SCHEMA[block].get(name)) is None:
-      raise ValueError(f"`{block}` has no key {_base.shorten(name)}.{nearest(name, SCHEMA[block])}")
+      raise ValueError(
+        f"`{block}` has no key {_checks.shorten(name)}.{nearest(name, SCHEMA[block])}"
+      )
     if not (value is None or key.allows(value)):
       hint = nearest(value, MODES) if name == "mode" else ""
-      raise ValueError(f"`{block}.{name}` must be {key.words}; got {_base.shorten(value)}.{hint}")
+      raise ValueError(f"`{block}.{name}` must be {key.words}; got {_checks.shorten(value)}.{hint}")
     if value is not None:
       yield name, value
 

@@ -15,7 +15,7 @@ from jax.experimental import checkify
 import jax.numpy as jnp
 
 from optax_boost import _sequences
-from optax_boost._foundation import _tree
+from optax_boost._foundation import _paths
 from optax_boost._trace import _layer_axes
 
 
@@ -118,7 +118,7 @@ def _loss_of_batch(
 
 def _unnamed_integers(batch: Any, named: Mapping[str, _sequences.LeafAxes]) -> list[str]:
   """Patterns of the leaves of integers that are cut by default: one may hold positions."""
-  paths = _tree.leaf_paths(batch)
+  paths = _paths.leaf_paths(batch)
   rows = zip(paths, jax.tree.leaves(batch), _sequences.match_axes(named, paths), strict=True)
   return [
     _sequences.leaf_pattern(path, paths)

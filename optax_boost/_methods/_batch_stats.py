@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_boost._form import _finiteness
-from optax_boost._foundation import _base, _full_gradient, _tree, _types
+from optax_boost._foundation import _checks, _full_gradient, _paths, _patterns, _types, _warnings
 
 _METHOD = "estimate_batch_stats"
 _PATTERNS = "a regular expression, a sequence of them, at least one, or None"
@@ -51,8 +51,8 @@ def select(
 
 def _matching(argument: str, value: _types.Unchecked, paths: Sequence[str]) -> set[str]:
   patterns: Any = [value] if isinstance(value, str) else value
-  _base.check_patterns(argument, patterns, _PATTERNS)
-  first = _tree.first_match(argument, patterns, paths)
+  _patterns.check_patterns(argument, patterns, _PATTERNS)
+  first = _patterns.first_match(argument, patterns, paths)
   return {path for path, index in zip(paths, first, strict=True) if index is not None}
 
 
@@ -79,7 +79,7 @@ def estimate(
   ``of_batch(chosen, batch)`` returns :func:`of_uses` of each BatchNorm of the selection.
   """
   if not selection.paths:
-    _base.warn(f"`{_METHOD}` found no BatchNorm to estimate.", _base.NoEffectWarning)
+    _warnings.warn(f"`{_METHOD}` found no BatchNorm to estimate.", _warnings.NoEffectWarning)
     return {}
   chosen = {
     path: of_uses(x["mean"], x["var"], x["mean"], x["mean"])
@@ -103,12 +103,12 @@ def estimate(
   if len(missed) == len(means) and frozen:
     raise ValueError(
       f"`{_METHOD}` needs BatchNorms that the forward pass updates; got only frozen ones, which"
-      f" normalize by their running statistics: {_base.shorten(frozen)}. Call the model in its"
+      f" normalize by their running statistics: {_checks.shorten(frozen)}. Call the model in its"
       " training mode (NNX: `model.train()`, Linen: by the arguments of its call, in `forward_fn`),"
       " or name the BatchNorms to estimate: `only='.*'` names all."
     )
   if unreached := [path for path in missed if path not in frozen]:
-    _tree.warn_no_effect(
+    _warnings.warn_no_effect(
       f"`{_METHOD}` has reached no BatchNorm with the statistics {unreached}: the call leaves it"
       " out.",
       list(statistics),
@@ -126,7 +126,7 @@ def estimate(
 @jax.jit
 def _finite_leaves(batch: _types.Tree) -> dict[str, jax.Array]:
   """Whether each floating-point leaf of a batch is finite, by path."""
-  leaves = zip(_tree.leaf_paths(batch), jax.tree.leaves(batch), strict=True)
+  leaves = zip(_paths.leaf_paths(batch), jax.tree.leaves(batch), strict=True)
   return {
     path: jnp.all(_finiteness.finite_entries(leaf))
     for path, leaf in leaves

@@ -11,7 +11,16 @@ import jax.numpy as jnp
 import optax
 
 from optax_boost._form import _transformation
-from optax_boost._foundation import _arrays, _base, _tree, _types
+from optax_boost._foundation import (
+  _arrays,
+  _checks,
+  _leaf_names,
+  _paths,
+  _selectors,
+  _trees,
+  _types,
+  _warnings,
+)
 from optax_boost._methods import _leaves
 from optax_boost._trace import _layer_axes
 
@@ -71,7 +80,7 @@ def centralize(
     ``optax.centralize`` averages over all axes but the first, which is the fan-in of a torch
     kernel, not of a Flax one.
   """
-  _base.check_name("layout", layout, ("flax", "torch"))
+  _checks.check_name("layout", layout, ("flax", "torch"))
   kernels = _leaves.Leaves(
     "centralize", exclude, lambda leaves: _left_alone(leaves, layout), layers, axis_name
   )
@@ -97,18 +106,20 @@ def centralize(
       paths = [leaf.path for leaf, _ in plan]
       described = kernels.described(layers)
       reason = described.explain_unknown(paths) if described is not None else ""
-      _tree.warn_no_effect(f"`centralize` finds no kernel to centralize. {reason}".rstrip(), paths)
+      _warnings.warn_no_effect(
+        f"`centralize` finds no kernel to centralize. {reason}".rstrip(), paths
+      )
 
-  warn_once_if_idle = _tree.once_per_tree(warn_if_idle)
+  warn_once_if_idle = _trees.once_per_tree(warn_if_idle)
   # Trees, by their paths, in which `init` finds no kernel by names and shapes. A trace of the loss
   # may find one, so the first update decides whether to warn.
   undecided: set[tuple[str, ...]] = set()
 
   def init(params: optax.Params) -> optax.EmptyState:
     plan = kernels.of(params)
-    by_rule = layers is None and _tree.is_auto_selector(exclude)
+    by_rule = layers is None and _selectors.is_auto_selector(exclude)
     if is_idle(plan) and any(len(leaf.shape) > 1 and (by_rule or not skip) for leaf, skip in plan):
-      undecided.add(tuple(_tree.leaf_paths(params)))
+      undecided.add(tuple(_paths.leaf_paths(params)))
     else:
       warn_once_if_idle(params, None)
     return optax.EmptyState()
@@ -116,7 +127,7 @@ def centralize(
   def step(updates: Any, state: Any, params: Any, *, layers: Any = None) -> tuple[Any, Any]:
     layers = _leaves.check_layers(layers)
     # The train step passes `layers`, which describe kernels that names and shapes may miss.
-    if undecided and tuple(_tree.leaf_paths(updates)) in undecided:
+    if undecided and tuple(_paths.leaf_paths(updates)) in undecided:
       warn_once_if_idle(updates, layers)
     return kernels.map(centred, updates, layers), state
 
@@ -135,7 +146,7 @@ def _left_alone(leaves: list[_layer_axes.Leaf], layout: str) -> list[bool]:
       return leaf.axes.mixes_inputs
     if (
       len(leaf.shape) <= 1
-      or _tree.is_bias_or_norm(leaf.path)
+      or _leaf_names.is_bias_or_norm(leaf.path)
       or _layer_axes.is_embedding(leaf.path)
     ):
       return False

@@ -21,7 +21,16 @@ import numpy as np
 import optax
 
 from optax_boost._form import _finiteness, _protocol, _transformation
-from optax_boost._foundation import _arrays, _base, _tree, _types
+from optax_boost._foundation import (
+  _arrays,
+  _checks,
+  _leaf_names,
+  _placement,
+  _selectors,
+  _tree_checks,
+  _trees,
+  _types,
+)
 from optax_boost._methods import _leaves
 from optax_boost._trace import _layer_axes
 
@@ -211,11 +220,11 @@ def lars(
     rate tuned with it carries over with ``exclude=None``. It divides by :math:`|g + \lambda w|`
     instead of :math:`|g| + \lambda |w|`, and overflows in float16.
   """
-  _base.check_learning_rate(learning_rate)
-  _base.check_bool("nesterov", nesterov)
-  _base.check_bool("clip_ratio", clip_ratio)
+  _checks.check_learning_rate(learning_rate)
+  _checks.check_bool("nesterov", nesterov)
+  _checks.check_bool("clip_ratio", clip_ratio)
   if momentum is not None:
-    _base.check_number("momentum", momentum, minimum=0.0, below=1.0)
+    _checks.check_number("momentum", momentum, minimum=0.0, below=1.0)
   leaves = _leaves.Leaves("lars", exclude, _bias_or_norm, layers, axis_name)
   numbers = (trust_coefficient, weight_decay, eps, clip, learning_rate if clip_ratio else None)
   ratio = _scale_by_trust_ratio(leaves, *numbers, weight_decay_mask, wide=True)
@@ -225,7 +234,7 @@ def lars(
   def step(updates: Any, state: Any, params: Any, *, layers: Any = None) -> tuple[Any, Any]:
     kinds: list[Any] = [ScaleByLarsTrustRatioState]
     kinds += [type(part.init(())) for part in (descent, trace)]
-    _base.require_chain_state(state, kinds, "lars")
+    _tree_checks.require_chain_state(state, kinds, "lars")
     of_ratio, of_descent, of_trace = state
     updates, of_ratio = ratio.update(updates, of_ratio, params, layers=layers)
     updates, of_descent = descent.update(updates, of_descent)
@@ -238,12 +247,12 @@ def lars(
 
 def _cast(tree: Any, like: Any) -> Any:
   """A tree with the dtypes of another one's leaves."""
-  return _tree.map_leaves(lambda x, y: x.astype(y.dtype), tree, like)
+  return _trees.map_leaves(lambda x, y: x.astype(y.dtype), tree, like)
 
 
 def _bias_or_norm(leaves: list[_layer_axes.Leaf]) -> list[bool]:
   """Whether each leaf is a bias or a normalization by name, or has at most one axis."""
-  return [_tree.is_bias_or_norm(x.path) or len(x.shape_of_layer) <= 1 for x in leaves]
+  return [_leaf_names.is_bias_or_norm(x.path) or len(x.shape_of_layer) <= 1 for x in leaves]
 
 
 def _scale_by_trust_ratio(
@@ -257,20 +266,20 @@ def _scale_by_trust_ratio(
   wide: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
   """The transformation; with `wide`, updates are in at least float32."""
-  _base.check_number("trust_coefficient", eta, positive=True)
-  _base.check_number("weight_decay", weight_decay, minimum=0.0)
-  _base.check_number("eps", eps, minimum=0.0)
+  _checks.check_number("trust_coefficient", eta, positive=True)
+  _checks.check_number("weight_decay", weight_decay, minimum=0.0)
+  _checks.check_number("eps", eps, minimum=0.0)
   if clip is not None:
-    _base.check_number("clip", clip, minimum=0.0)
+    _checks.check_number("clip", clip, minimum=0.0)
   if clip_ratio is not None:
-    _base.check_learning_rate(clip_ratio, "clip_ratio")
-  _tree.check_selector("weight_decay_mask", weight_decay_mask)
+    _checks.check_learning_rate(clip_ratio, "clip_ratio")
+  _selectors.check_selector("weight_decay_mask", weight_decay_mask)
 
-  @_tree.once_per_tree
+  @_trees.once_per_tree
   def decayed(params: optax.Params) -> list[bool]:
     if weight_decay_mask is None:
       return [True] * len(jax.tree.leaves(params))
-    return _tree.select(params, weight_decay_mask, "weight_decay_mask")
+    return _selectors.select(params, weight_decay_mask, "weight_decay_mask")
 
   def init(params: optax.Params) -> ScaleByLarsTrustRatioState:
     decayed(params)
@@ -369,7 +378,7 @@ def _ratios_along(
         # XLA 6: a thousand leaves that are joined into the reduction compile for minutes.
         both = jax.lax.optimization_barrier(both)
       squares = _arrays.sum_squares(both, tuple(i + 1 for i in leaves[group[0]].axes_of_layer))
-      sums.append(_arrays.gather_axes(squares, range(squares.ndim)).reshape(2, -1))
+      sums.append(_placement.gather_axes(squares, range(squares.ndim)).reshape(2, -1))
     places = [i for group in groups for i in group]
     layers = [leaves[i].num_layers for i in places]
     w2, g2 = total(jnp.concatenate(sums, axis=1))
@@ -386,7 +395,7 @@ def _ratios_along(
 @functools.partial(jax.jit, static_argnums=1)
 def _sums_of_squares(pair: Any, axes: tuple[int, ...]) -> Any:
   sums = (_arrays.sum_squares(x, axes) for x in pair)
-  return [_arrays.gather_axes(squares, range(squares.ndim)) for squares in sums]
+  return [_placement.gather_axes(squares, range(squares.ndim)) for squares in sums]
 
 
 @jax.custom_jvp

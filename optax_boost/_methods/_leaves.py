@@ -11,7 +11,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optax_boost._foundation import _base, _tree, _types
+from optax_boost._foundation import (
+  _checks,
+  _mesh_axes,
+  _patterns,
+  _selectors,
+  _trees,
+  _types,
+  _warnings,
+)
 from optax_boost._trace import _layer_axes
 
 
@@ -30,7 +38,7 @@ class Leaves:
     layers: _layer_axes.LayerAxes | None,
     axis_name: _types.AxisNames | None,
   ) -> None:
-    _tree.check_selector("exclude", exclude)
+    _selectors.check_selector("exclude", exclude)
     _check_axis_names(axis_name)
     self.method, self._axis_name, self._layers = method, axis_name, check_layers(layers)
 
@@ -38,13 +46,13 @@ class Leaves:
       tree: _types.Tree, layers: _layer_axes.LayerAxes | None
     ) -> list[tuple[_layer_axes.Leaf, bool]]:
       leaves = _layer_axes.leaves_of(tree, layers)
-      auto_selected = _tree.is_auto_selector(exclude)
-      skipped = auto(leaves) if auto_selected else _tree.select(tree, exclude, "exclude")
+      auto_selected = _selectors.is_auto_selector(exclude)
+      skipped = auto(leaves) if auto_selected else _selectors.select(tree, exclude, "exclude")
       plan_of_leaves = list(zip(leaves, skipped, strict=True))
       warn_of_unknown_axes(method, [leaf for leaf, skip in plan_of_leaves if not skip], layers)
       return plan_of_leaves
 
-    self._plan = _tree.once_per_tree(plan)
+    self._plan = _trees.once_per_tree(plan)
 
   def of(self, tree: _types.Tree, layers: Any = None) -> list[tuple[_layer_axes.Leaf, bool]]:
     """Each leaf, and whether it is left alone; `layers` is the extra argument of ``update``."""
@@ -58,13 +66,13 @@ class Leaves:
     """For each leaf the mesh axes over which it is sharded, which must be bound, or None."""
     names = self._axis_name
     if isinstance(names, Mapping):
-      first = _tree.first_match("axis_name", list(names), [leaf.path for leaf in leaves])
+      first = _patterns.first_match("axis_name", list(names), [leaf.path for leaf in leaves])
       of_patterns = [of_pattern or None for of_pattern in names.values()]
       of_leaves = [None if index is None else of_patterns[index] for index in first]
     else:
       of_leaves = [names] * len(leaves)
     for of_leaf in dict.fromkeys(of_leaves):
-      _base.require_axis("axis_name", of_leaf, self.method)
+      _mesh_axes.require_axis("axis_name", of_leaf, self.method)
     return of_leaves
 
   def map(
@@ -81,18 +89,18 @@ class Leaves:
       leaf, skip = leaf_and_skip
       return x if skip or not jnp.size(x) else function(x, leaf, mesh)
 
-    return _tree.map_with(map_one, tree, plan, mesh_axes)
+    return _trees.map_with(map_one, tree, plan, mesh_axes)
 
 
 def _check_axis_names(names: _types.AxisNames | None) -> None:
   """Checks names of mesh axes, the same for all leaves or by regular expression, or None."""
   if not isinstance(names, Mapping):
-    _base.check_axis_name("axis_name", names)
+    _mesh_axes.check_axis_name("axis_name", names)
     return
   for pattern, of_pattern in names.items():
-    _base.compile_pattern("axis_name", pattern)
+    _patterns.compile_pattern("axis_name", pattern)
     if not isinstance(of_pattern, tuple) or of_pattern:
-      _base.check_axis_name(f"axis_name[{pattern!r}]", of_pattern)
+      _mesh_axes.check_axis_name(f"axis_name[{pattern!r}]", of_pattern)
 
 
 def warn_of_unknown_axes(
@@ -103,7 +111,7 @@ def warn_of_unknown_axes(
     return
   of_several_axes = {leaf.path for leaf in leaves if len(leaf.shape) > 1}
   if explanation := described.explain_unknown(of_several_axes):
-    _base.warn(
+    _warnings.warn(
       f"{explanation} `{method}` takes each of these leaves for one layer, and goes by its name and"
       " shape.",
       UserWarning,
@@ -117,6 +125,6 @@ def check_layers(layers: Any) -> _layer_axes.LayerAxes | None:
   if layers is not None and not isinstance(layers, _layer_axes.LayerAxes):
     raise TypeError(
       "`layers` must be the result of `optax_boost.layer_axes(loss_fn, params, batch)`, or None;"
-      f" got {_base.shorten(layers)}."
+      f" got {_checks.shorten(layers)}."
     )
   return layers

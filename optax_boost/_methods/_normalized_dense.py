@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optax_boost._foundation import _arrays, _base
+from optax_boost._foundation import _arrays, _checks
 
 # MindSpore's, on the squared norm.
 EPS = 1e-4
@@ -27,8 +27,8 @@ EPS = 1e-4
 
 def check_settings(multiplier_init: Any, eps: Any) -> None:
   """Checks the settings of the layer that a dense layer doesn't have."""
-  _base.check_callable("multiplier_init", multiplier_init, "multiplier_init(key, shape, dtype)")
-  _base.check_number("eps", eps, positive=True)
+  _checks.check_callable("multiplier_init", multiplier_init, "multiplier_init(key, shape, dtype)")
+  _checks.check_number("eps", eps, positive=True)
 
 
 def l2_normalize(x: jax.Array, axis: int, eps: float = EPS) -> jax.Array:

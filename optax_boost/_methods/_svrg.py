@@ -23,7 +23,16 @@ import jax.numpy as jnp
 import optax
 
 from optax_boost._form import _finiteness, _protocol, _transformation
-from optax_boost._foundation import _arrays, _base, _conditional, _full_gradient, _masking, _tree
+from optax_boost._foundation import (
+  _arrays,
+  _checks,
+  _conditionals,
+  _extra_args,
+  _full_gradient,
+  _masks,
+  _tree_checks,
+  _trees,
+)
 
 _METHOD = "svrg"
 
@@ -183,8 +192,8 @@ def svrg(
     ``optax.MultiSteps`` only the last batch is corrected.
   """
   if refresh_every is not None:
-    _base.check_whole_number("refresh_every", refresh_every)
-  _base.check_learning_rate(coefficient, "coefficient")
+    _checks.check_whole_number("refresh_every", refresh_every)
+  _checks.check_learning_rate(coefficient, "coefficient")
 
   def init(params: optax.Params) -> SvrgState:
     dtype = _arrays.widest_dtype(params)
@@ -203,7 +212,7 @@ def svrg(
   ) -> tuple[optax.Updates, SvrgState]:
     _check_state(state, w, _METHOD)
     purpose = "a function from params to the gradient on the current batch"
-    _base.require_extra(grad_fn, "grad_fn", _METHOD, purpose)
+    _extra_args.require_extra(grad_fn, "grad_fn", _METHOD, purpose)
     if refresh_every is not None:
       state = _refresh_if_due(state, w, full_grad_fn, state.count % refresh_every == 0)
     a = coefficient(state.count) if callable(coefficient) else coefficient
@@ -226,12 +235,12 @@ def _refresh_if_due(state: SvrgState, params: Any, full_grad_fn: Any, due: jax.A
   def renewed() -> SvrgState:
     return _renew(state, params, _gradients_at(params, full_grad_fn, "full_grad_fn"))
 
-  return _conditional.cond(due, renewed, lambda: state)
+  return _conditionals.cond(due, renewed, lambda: state)
 
 
 def _gradients_at(params: Any, function: Callable[[Any], Any], name: str) -> Any:
   """Calls `grad_fn` or `full_grad_fn`, also with params some of whose leaves are masked."""
-  masked = any(map(_tree.is_masked, jax.tree.leaves(params, is_leaf=_tree.is_masked)))
+  masked = any(map(_masks.is_masked, jax.tree.leaves(params, is_leaf=_masks.is_masked)))
   try:
     gradients = function(params)
   except Exception as error:
@@ -252,7 +261,7 @@ def _gradients_at(params: Any, function: Callable[[Any], Any], name: str) -> Any
 def _masked_like(masked: Any, tree: Any, name: str) -> Any:
   """A tree whose leaves are hidden where those of `masked` are."""
   try:
-    return _masking.mask_like(tree, masked)
+    return _masks.mask_like(tree, masked)
   except (ValueError, TypeError) as error:
     raise ValueError(
       f"`{name}` must give a tree of the params' structure, with `optax.MaskedNode()` for hidden"
@@ -263,9 +272,9 @@ def _masked_like(masked: Any, tree: Any, name: str) -> Any:
 
 def _check_state(state: SvrgState, params: Any, method: str) -> None:
   """Refuses params for which the state was not made."""
-  if not _tree.same_shapes(params, state.snapshot):
-    got = _base.shorten(jax.tree.map(jnp.shape, params))
-    shapes = _base.shorten(jax.tree.map(jnp.shape, state.snapshot))
+  if not _tree_checks.same_shapes(params, state.snapshot):
+    got = _checks.shorten(jax.tree.map(jnp.shape, params))
+    shapes = _checks.shorten(jax.tree.map(jnp.shape, state.snapshot))
     raise ValueError(
       f"`{method}` needs the params that its state was made for; got the shapes {got} for {shapes}."
       " Start from `tx.init(params)`."
@@ -294,13 +303,13 @@ def refresh_svrg(
     >>> optax.tree.get(state, "full_gradient").tolist(), optax.tree.get(state, "refresh_count")
     ([0.5, 0.5], Array(1, dtype=int32))
   """
-  _base.require_params(params, "refresh_svrg")
-  _tree.check_floating(params, "refresh_svrg", _tree.CLOSE_OVER)
+  _tree_checks.require_params(params, "refresh_svrg")
+  _tree_checks.check_floating(params, "refresh_svrg", _tree_checks.CLOSE_OVER)
   _full_gradient.check_gradients(full_gradient, params, "full_gradient")
-  if not _tree.find_states(opt_state, SvrgState):
+  if not _trees.find_states(opt_state, SvrgState):
     raise ValueError(
       "`refresh_svrg` needs an optimizer state with a SvrgState in it; got"
-      f" {_base.shorten(jax.tree.structure(opt_state), 400)}. Is `optax_boost.svrg` part of the"
+      f" {_checks.shorten(jax.tree.structure(opt_state), 400)}. Is `optax_boost.svrg` part of the"
       " chain?"
     )
   return _protocol.renew_full_gradients(opt_state, params, full_gradient)

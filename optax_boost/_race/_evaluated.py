@@ -5,7 +5,7 @@ from typing import Any
 
 import optax
 
-from optax_boost._foundation import _tree
+from optax_boost._foundation import _tree_checks, _trees
 from optax_boost._wrappers import _average_params
 
 _ReadAverage = Callable[[optax.OptState, optax.Params], optax.Params]
@@ -16,12 +16,12 @@ def find_average(opt_state: optax.OptState, params: optax.Params) -> _ReadAverag
 
   Several trainings with a leading axis each are mapped over by ``jax.vmap``.
   """
-  if _tree.find_states(opt_state, _average_params.AverageParamsState):
+  if _trees.find_states(opt_state, _average_params.AverageParamsState):
     return _average_params.averaged_params
   # Schedule-free methods train at other params than they are evaluated at. In a mask, optax has
   # no function that reads them.
   states = _schedule_free(opt_state)
-  if len(states) == 1 and _tree.same_shapes(states[0].z, params):
+  if len(states) == 1 and _tree_checks.same_shapes(states[0].z, params):
     return _read_schedule_free
   return None
 
@@ -34,7 +34,7 @@ def averaged_statistics(opt_state: optax.OptState, model_state: Any) -> Any:
 
 
 def _schedule_free(opt_state: optax.OptState) -> list[optax.contrib.ScheduleFreeState]:
-  return _tree.find_states(opt_state, optax.contrib.ScheduleFreeState)
+  return _trees.find_states(opt_state, optax.contrib.ScheduleFreeState)
 
 
 def _read_schedule_free(opt_state: optax.OptState, params: optax.Params) -> optax.Params:

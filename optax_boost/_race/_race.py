@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import optax
 
-from optax_boost._foundation import _base, _types
+from optax_boost._foundation import _checks, _types
 from optax_boost._race import _result, _run
 
 
@@ -86,7 +86,7 @@ def race(
     >>> [bool(result.spent[name]["gradient_evaluations"][-1] > 20) for name in methods]
     [False, True]
   """
-  _base.check_bool("vmap_seeds", vmap_seeds)
+  _checks.check_bool("vmap_seeds", vmap_seeds)
   batches, chosen = _batches_of(data, batch_size), _seeds(seeds)
   problem = _run.Problem(
     loss_fn, init_fn, batches, evaluate, steps, points, has_model_state, full_grad_fn
@@ -108,20 +108,20 @@ def _methods(problem: _run.Problem, transformations: _types.Unchecked) -> dict[s
   ):
     raise TypeError(
       "`transformations` must be a dictionary from names to transformations, at least one; got"
-      f" {_base.shorten(transformations)}."
+      f" {_checks.shorten(transformations)}."
     )
   for name, tx in transformations.items():
-    _base.check_transformation(f"transformations[{name!r}]", tx)
+    _checks.check_transformation(f"transformations[{name!r}]", tx)
   return {name: _run.Method(problem, tx) for name, tx in transformations.items()}
 
 
 def _seeds(seeds: Any) -> list[int]:
   if np.ndim(seeds) == 0:
-    _base.check_whole_number("seeds", seeds, static=True)
+    _checks.check_whole_number("seeds", seeds, static=True)
     return list(range(seeds))
   chosen = np.asarray(seeds).tolist()
   for seed in chosen:
-    _base.check_whole_number("seeds", seed, minimum=0, static=True)
+    _checks.check_whole_number("seeds", seed, minimum=0, static=True)
   if not chosen or len(set(chosen)) < len(chosen):
     raise ValueError(f"`seeds` must be different numbers, at least one; got {chosen}.")
   return chosen
@@ -132,13 +132,13 @@ def _batches_of(data: Any, batch_size: int | None) -> Callable[[int], Iterator[_
   if callable(data):
     if batch_size is not None:
       raise ValueError(
-        f"`batch_size` must be None if `data` is a function; got {_base.shorten(batch_size)}. Let"
+        f"`batch_size` must be None if `data` is a function; got {_checks.shorten(batch_size)}. Let"
         " the function make batches of that size."
       )
     return functools.partial(_repeat, data)
   examples = _count_examples(data)
   size = examples if batch_size is None else batch_size
-  _base.check_whole_number("batch_size", size, static=True)
+  _checks.check_whole_number("batch_size", size, static=True)
   if size > examples:
     raise ValueError(
       f"`batch_size` must be at most the number of examples, {examples}; got {size}."
@@ -148,13 +148,13 @@ def _batches_of(data: Any, batch_size: int | None) -> Callable[[int], Iterator[_
 
 def _count_examples(data: _types.Tree) -> int:
   leaves = [] if isinstance(data, Iterator) else jax.tree.leaves(data)
-  shapes = [np.shape(leaf) if _base.is_any_array(leaf) else () for leaf in leaves]
+  shapes = [np.shape(leaf) if _checks.is_any_array(leaf) else () for leaf in leaves]
   examples = shapes[0][0] if shapes and shapes[0] else 0
   if not examples or any(shape[:1] != (examples,) for shape in shapes):
     raise ValueError(
       "`data` must be a tree of arrays with one leading axis of examples, at least one, or a"
       " function from the seed to an iterable of batches (`lambda seed: loader`); got"
-      f" {f'arrays of the shapes {shapes}' if any(shapes) else _base.shorten(data)}."
+      f" {f'arrays of the shapes {shapes}' if any(shapes) else _checks.shorten(data)}."
     )
   return examples
 

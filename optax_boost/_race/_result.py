@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from scipy import special
 
-from optax_boost._foundation import _base
+from optax_boost._foundation import _checks
 from optax_boost._race import _plot
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class RaceResult:
 
   def diverged(self, name: str) -> np.ndarray:
     """``(n,)``, whether a method's loss was not finite at the end."""
-    _base.check_name("name", name, list(self.curves))
+    _checks.check_name("name", name, list(self.curves))
     return ~np.isfinite(self.curves[name][LOSS][:, -1])
 
   def budget(self, name: str, of: str) -> float:
@@ -90,8 +90,8 @@ class RaceResult:
       name: the method.
       of: ``"steps"``, ``"gradient_evaluations"`` or ``"seconds"``.
     """
-    _base.check_name("name", name, list(self.curves))
-    _base.check_name("of", of, list(BUDGETS))
+    _checks.check_name("name", name, list(self.curves))
+    _checks.check_name("of", of, list(BUDGETS))
     pair = (name, self.baseline)
     came_through = [method for method in pair if not self.diverged(method).all()]
     return float(np.min([self.spent[method][of][-1] for method in came_through or pair]))
@@ -106,7 +106,7 @@ class RaceResult:
     return self._values_at(name, quantity, of, self.budget(name, of))
 
   def _values_at(self, name: str, quantity: str, of: str, at: float) -> np.ndarray:
-    _base.check_name("quantity", quantity, self.quantities)
+    _checks.check_name("quantity", quantity, self.quantities)
     values = [_interpolate(self.spent[name][of], row, at) for row in self.curves[name][quantity]]
     return np.where(self.diverged(name), math.nan, values)
 
@@ -150,7 +150,7 @@ class RaceResult:
       By method and budget; nan with fewer than two seeds, and for identical curves.
     """
     for of in budgets:
-      _base.check_name("budgets", of, list(BUDGETS))
+      _checks.check_name("budgets", of, list(BUDGETS))
     tests = self._tests(quantity, budgets)
     return {
       name: {of: tests.get(self._test(name, quantity, of), math.nan) for of in budgets}
@@ -326,9 +326,9 @@ class RaceResult:
     """
     quantities = self.quantities[:1] if quantities is None else quantities
     for quantity in quantities:
-      _base.check_name("quantities", quantity, self.quantities)
+      _checks.check_name("quantities", quantity, self.quantities)
     for of in against:
-      _base.check_name("against", of, list(BUDGETS))
+      _checks.check_name("against", of, list(BUDGETS))
     return _plot.draw(self, quantities, {of: BUDGETS[of] for of in against})
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import optax
 
 from optax_boost import _train_step
-from optax_boost._foundation import _base, _progress, _types
+from optax_boost._foundation import _checks, _progress, _types
 from optax_boost._race import _evaluated, _result
 
 # All methods are timed again until the clock has run this long, at most this many times.
@@ -43,12 +43,12 @@ class Problem:
   full_grad_fn: _types.Closure | None
 
   def __post_init__(self) -> None:
-    _base.check_callable("loss_fn", self.loss_fn, "loss_fn(params, batch)")
-    _base.check_callable("init_fn", self.init_fn, "init_fn(key)")
-    _base.check_callable("evaluate", self.evaluate, "evaluate(params)", optional=True)
-    _base.check_whole_number("steps", self.steps, static=True)
-    _base.check_whole_number("points", self.points, static=True)
-    _base.check_bool("has_model_state", self.has_model_state)
+    _checks.check_callable("loss_fn", self.loss_fn, "loss_fn(params, batch)")
+    _checks.check_callable("init_fn", self.init_fn, "init_fn(key)")
+    _checks.check_callable("evaluate", self.evaluate, "evaluate(params)", optional=True)
+    _checks.check_whole_number("steps", self.steps, static=True)
+    _checks.check_whole_number("points", self.points, static=True)
+    _checks.check_bool("has_model_state", self.has_model_state)
 
   @property
   def blocks(self) -> list[int]:
@@ -92,7 +92,7 @@ class Problem:
       if not number or np.ndim(value) or not np.isrealobj(value) or name == _result.LOSS:
         raise TypeError(
           "`evaluate` must return a real number or a dictionary of them, without"
-          f" '{_result.LOSS}'; got {_base.shorten(value)} for {name!r}. Take the mean."
+          f" '{_result.LOSS}'; got {_checks.shorten(value)} for {name!r}. Take the mean."
         )
     return {name: float(value) for name, value in metrics.items()}
 

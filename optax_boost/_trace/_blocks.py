@@ -19,7 +19,7 @@ import itertools
 import re
 from typing import NamedTuple
 
-from optax_boost._foundation import _base
+from optax_boost._foundation import _checks
 from optax_boost._trace import _flow, _layer_axes, _leaf_uses
 
 _NUMBERED = re.compile(r"(.*?)\d+", re.DOTALL)
@@ -185,7 +185,7 @@ def check_patterns(blocks: object) -> tuple[str, ...]:
   ):
     raise TypeError(
       "`blocks` must be a pattern of paths, as 'encoder/layers/*', or a sequence of patterns, one"
-      f" for each series side by side; got {_base.shorten(blocks)}."
+      f" for each series side by side; got {_checks.shorten(blocks)}."
     )
   return tuple(patterns)
 

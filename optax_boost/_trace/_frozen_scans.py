@@ -17,7 +17,7 @@ from jax.extend import core as jax_core
 import jax.numpy as jnp
 import numpy as np
 
-from optax_boost._foundation import _arrays
+from optax_boost._foundation import _placement
 from optax_boost._trace import _axis_map, _jaxpr, _primitives
 
 
@@ -64,7 +64,7 @@ def _split(value: Any, axis: int, bounds: Sequence[int]) -> tuple[Any, ...]:
   array = _concatenate(value)
   if len(bounds) == 2:
     return (array,)
-  array = _arrays.gather_axes(array, (axis,))
+  array = _placement.gather_axes(array, (axis,))
   return tuple(jax.lax.slice_in_dim(array, *pair, axis=axis) for pair in itertools.pairwise(bounds))
 
 
@@ -75,7 +75,7 @@ def _concatenate(value: Any) -> Any:
 def _without_splits(values: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
   """The values of variables, none in parts and all sharded as the variables are."""
   return [
-    _arrays.place_by(_concatenate(value), variable.aval.sharding)
+    _placement.place_by(_concatenate(value), variable.aval.sharding)
     if isinstance(value, _SplitArray)
     else value
     for value, variable in zip(values, variables, strict=True)
@@ -89,7 +89,7 @@ def _compute_part(equation: Any, values: Sequence[Any], axis: int, size: int) ->
     if isinstance(value, jax.sharding.NamedSharding):
       # A part may be too short for the devices: under `jit` the compiler chooses its place.
       instead = jax.sharding.PartitionSpec.UNCONSTRAINED if name == "sharding_constraint" else None
-      settings[key] = _arrays.without_axes(value, (axis,), instead)
+      settings[key] = _placement.without_axes(value, (axis,), instead)
   if name == "sharding_constraint":
     return jax.lax.with_sharding_constraint(values[0], settings["sharding"])
   if name == "reshape":

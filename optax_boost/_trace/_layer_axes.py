@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_boost._foundation import _base, _tree
+from optax_boost._foundation import _batches, _checks, _leaf_names, _paths, _tree_checks
 from optax_boost._trace import _jaxpr, _leaf_uses
 from optax_boost._trace._leaf_uses import DataKind, UseKind
 
@@ -74,7 +74,7 @@ class LayerAxes:
       else:
         kinds = {"layers": axes.stacked, "fan-in": axes.fan_in, "outputs": axes.outputs}
         text = ", ".join(f"{kind} {numbers}" for kind, numbers in kinds.items() if numbers)
-      lines.append(f"{_tree.leaf_name(path)}: {text or 'scalar'}")
+      lines.append(f"{_paths.leaf_name(path)}: {text or 'scalar'}")
     return "\n".join(lines)
 
   def explain_unknown(self, paths: Collection[str]) -> str:
@@ -87,7 +87,7 @@ class LayerAxes:
     if not hidden:
       return ""
     names = sorted({f"`{name}`" for primitives in hidden.values() for name in primitives})
-    leaves = ", ".join(f"'{_tree.leaf_name(path)}'" for path in list(hidden)[:6])
+    leaves = ", ".join(f"'{_paths.leaf_name(path)}'" for path in list(hidden)[:6])
     more = ", ..." if len(hidden) > 6 else ""
     return (
       f"A trace of the loss does not tell the axes of {leaves}{more}: there is no rule for the"
@@ -159,7 +159,7 @@ def leaves_of(tree: Any, described: LayerAxes | None = None) -> list[Leaf]:
   """
   by_path = dict(zip(described.paths, described.axes, strict=True)) if described is not None else {}
   leaves = []
-  for path, leaf in zip(_tree.leaf_paths(tree), jax.tree.leaves(tree), strict=True):
+  for path, leaf in zip(_paths.leaf_paths(tree), jax.tree.leaves(tree), strict=True):
     axes, rank = by_path.get(path), jnp.ndim(leaf)
     known = axes is not None and len(axes.fan_in + axes.stacked + axes.outputs) == rank
     leaves.append(Leaf(path, jnp.shape(leaf), axes if known else None))
@@ -211,9 +211,9 @@ def layer_axes(loss_fn: Callable[..., Any], params: optax.Params, *args: Any) ->
 
 def trace(loss_fn: Callable[..., Any], params: optax.Params, args: tuple[Any, ...]) -> Any:
   """The program of ``loss_fn(params, *args)``, after checks of the arguments."""
-  _base.check_callable("loss_fn", loss_fn, "loss_fn(params, *args)")
+  _checks.check_callable("loss_fn", loss_fn, "loss_fn(params, *args)")
   for name, tree in (("params", params), ("args", args)):
-    _tree.check_traceable(name, tree)
+    _tree_checks.check_traceable(name, tree)
   return jax.make_jaxpr(_jaxpr.untraced(loss_fn))(params, *args)
 
 
@@ -226,8 +226,8 @@ def data_flags(loss_fn: Callable[..., Any], args: tuple[Any, ...]) -> list[bool 
 def batch_flags(data: Any) -> list[bool | None]:
   """True for each leaf of a batch and of other data, None for the constants in it."""
   flags: list[bool | None] = []
-  for node in jax.tree.leaves(data, is_leaf=_tree.is_constants):
-    flags += [None] * len(jax.tree.leaves(node)) if _tree.is_constants(node) else [True]
+  for node in jax.tree.leaves(data, is_leaf=_batches.is_constants):
+    flags += [None] * len(jax.tree.leaves(node)) if _batches.is_constants(node) else [True]
   return flags
 
 
@@ -249,7 +249,7 @@ def describe(program: Any, params: Any, data: Sequence[bool | None] | None = Non
   Scalars, constants and noise count as data, in this order, only if all leaves would otherwise
   meet data in one equation or nowhere.
   """
-  paths = _tree.leaf_paths(params)
+  paths = _paths.leaf_paths(params)
   shapes = [variable.aval.shape for variable in program.jaxpr.invars]
   others = program.jaxpr.invars[len(paths) :]
   flags = [True] * len(others) if data is None else data
@@ -343,7 +343,7 @@ def _axes(
   uses: Sequence[_leaf_uses.Use], is_expert: bool, batch: frozenset[int], path: str, rank: int
 ) -> Axes | None:
   """The axes of a leaf, by its first use that tells them; a bias has no fan-in."""
-  is_bias = _tree.is_bias_or_norm(path)
+  is_bias = _leaf_names.is_bias_or_norm(path)
   # Tables of positions are no kernels, though constants may resize them.
   is_table = rank == 1 or is_embedding(path)
   # Rows of a tied embedding are looked up, and contracted where it is the last layer.

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_boost._foundation import _base, _tree
+from optax_boost._foundation import _checks, _paths, _patterns, _trees
 from optax_boost._trace import _blocks, _flow, _layer_axes
 
 
@@ -171,7 +171,7 @@ def layer_groups(
     blocks: "image/*" (2 modules) side by side with "text/*" (2 modules)
   """
   if num_groups is not None:
-    _base.check_whole_number("num_groups", num_groups, static=True)
+    _checks.check_whole_number("num_groups", num_groups, static=True)
     num_groups = int(num_groups)
   patterns = None if blocks is None else _blocks.check_patterns(blocks)
   program = _layer_axes.trace(loss_fn, params, args)
@@ -282,15 +282,15 @@ def _overridden(
   if overrides is None:
     return {}
   words = "a dict from regular expressions to groups, as {'embed': 0}"
-  _base.check_type("overrides", overrides, Mapping, words)
+  _checks.check_type("overrides", overrides, Mapping, words)
   for pattern, number in overrides.items():
-    if not (_base.is_integer(number) and 0 <= number < num_groups):
+    if not (_checks.is_integer(number) and 0 <= number < num_groups):
       raise ValueError(
-        f"`overrides` must name groups 0 to {num_groups - 1}; got {_base.shorten(number)} for"
-        f" {_base.shorten(pattern)}."
+        f"`overrides` must name groups 0 to {num_groups - 1}; got {_checks.shorten(number)} for"
+        f" {_checks.shorten(pattern)}."
       )
   group_of_pattern = [(pattern, int(number)) for pattern, number in overrides.items()]
-  numbers = _tree.assign_groups("overrides", group_of_pattern, [leaf.path for leaf in leaves])
+  numbers = _patterns.assign_groups("overrides", group_of_pattern, [leaf.path for leaf in leaves])
   return {i: number for i, number in enumerate(numbers) if number is not None}
 
 
@@ -305,7 +305,7 @@ _LAYER = re.compile(r"\\?\[[^/]*\]$|/(\[[^/]*\]|\d+|\\d[+*]?)(/.*)?$")
 def _layers_hint(pattern: str, paths: Sequence[str]) -> str:
   """What to do instead of a pattern that names layers of a stacked leaf; else empty."""
   try:
-    stacked = _base.compile_pattern("groups", _LAYER.sub("", pattern))
+    stacked = _patterns.compile_pattern("groups", _LAYER.sub("", pattern))
   except ValueError:
     return ""
   path = next(filter(stacked.search, paths), None)
@@ -334,7 +334,7 @@ def group_numbers(tree: Any, groups: Groups, method: str) -> list[GroupNumber]:
   if not isinstance(groups, LayerGroups):
     group_of_pattern = [(pattern, number) for number, pattern in enumerate(groups)]
     paths = [leaf.path for leaf in leaves]
-    of_leaves = _tree.assign_groups(
+    of_leaves = _patterns.assign_groups(
       "groups", group_of_pattern, paths, _NO_CATCH_ALL, tree=tree, hint=_layers_hint
     )
     return [len(groups) - 1 if number is None else number for number in of_leaves]
@@ -370,11 +370,11 @@ def _numbers_along_axis(leaf: _layer_axes.Leaf, in_plan: _SlicedLeaf, method: st
   axis, group_of_layer = in_plan
   length = leaf.shape[axis] if axis < len(leaf.shape) else 0
   if not group_of_layer or sorted(group_of_layer) != list(range(length)):
-    held = f"layers {_base.shorten(sorted(group_of_layer))} along axis {axis} of"
+    held = f"layers {_checks.shorten(sorted(group_of_layer))} along axis {axis} of"
     raise ValueError(
       f"`{method}` was given groups for other params: they have"
       f" {held if group_of_layer else 'no group with'} the leaf"
-      f" '{_tree.leaf_name(leaf.path)}' of shape {leaf.shape}. Make them with `layer_groups` from"
+      f" '{_paths.leaf_name(leaf.path)}' of shape {leaf.shape}. Make them with `layer_groups` from"
       " these params."
     )
   along = [-1 if i == axis else 1 for i in range(len(leaf.shape))]
@@ -386,13 +386,13 @@ def count_groups(groups: Any) -> int:
   if isinstance(groups, LayerGroups):
     return len(groups.groups)
   words = "what `layer_groups` returned, or a sequence of regular expressions, one per group"
-  _base.check_patterns("groups", groups, words)
+  _patterns.check_patterns("groups", groups, words)
   return len(groups)
 
 
 def numbering(groups: Groups, method: str) -> Callable[[Any], Any]:
   """From a tree to its leaves' groups, in the structure of the tree; warns once per tree."""
-  numbers = _tree.once_per_tree(lambda tree: group_numbers(tree, groups, method))
+  numbers = _trees.once_per_tree(lambda tree: group_numbers(tree, groups, method))
   return lambda tree: jax.tree.unflatten(jax.tree.structure(tree), numbers(tree))
 
 

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import optax
 
-from optax_boost._foundation import _base, _tree, _types
+from optax_boost._foundation import _checks, _paths, _types
 
 
 def flatten_metrics(
@@ -35,12 +35,12 @@ def flatten_metrics(
   if not isinstance(metrics, dict):
     raise TypeError(
       "`metrics` must be the dictionary of a train step (`state, metrics = step(state, batch)`);"
-      f" got {_base.shorten(metrics)}."
+      f" got {_checks.shorten(metrics)}."
     )
   metrics = jax.device_get(metrics)
-  leaves = [] if params is None else _tree.leaf_paths(params)
+  leaves = [] if params is None else _paths.leaf_paths(params)
   flat: dict[str, float | int | bool] = {}
-  for path, value in zip(_tree.leaf_paths(metrics), jax.tree.leaves(metrics), strict=True):
+  for path, value in zip(_paths.leaf_paths(metrics), jax.tree.leaves(metrics), strict=True):
     value = np.asarray(value)
     if value.ndim < 2:
       by_leaf = value.shape == (len(leaves),) and path in metrics and path != "aux"

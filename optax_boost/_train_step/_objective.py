@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_boost._foundation import _masking, _types
+from optax_boost._foundation import _extra_args, _masks, _types
 from optax_boost._trace import _frozen_scans
 from optax_boost._train_step import _requests, _traced_loss
 
@@ -76,9 +76,9 @@ class Objective:
   def closures(self, current: optax.Params) -> dict[str, _types.Closure]:
     """The loss and its gradient as extra arguments of ``update``: functions of params."""
 
-    @_masking.ignoring_closures
+    @_extra_args.ignoring_closures
     def value_fn(params: optax.Params) -> jax.Array:
-      return self.loss(_masking.fill_masked(params, current))[0]
+      return self.loss(_masks.fill_masked(params, current))[0]
 
     grad_fn = of_masked(lambda params: self.value_and_grad(params)[1], current)
     return {"value_fn": value_fn, "grad_fn": grad_fn, "obj_fn": value_fn}
@@ -118,6 +118,6 @@ def of_masked(
 
   # Transformations may pass more than params, as `optax.contrib.sam` the number of its inner step.
   def grad_fn(params: optax.Params, *_: Any) -> optax.Updates:
-    return _masking.mask_like(gradient(_masking.fill_masked(params, current)), params)
+    return _masks.mask_like(gradient(_masks.fill_masked(params, current)), params)
 
   return grad_fn

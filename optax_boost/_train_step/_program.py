@@ -26,7 +26,7 @@ import jax
 import optax
 
 from optax_boost._form import _apply_gradients, _compositions, _own_state, _protocol
-from optax_boost._foundation import _base, _types
+from optax_boost._foundation import _checks, _types, _warnings
 from optax_boost._trace import _layer_axes
 from optax_boost._train_step import (
   _loss,
@@ -104,7 +104,7 @@ class Program:
     `data` are the arrays of `full_grad_fn`, `depth` the groups frozen, if known, and `placement`
     the state's.
     """
-    _base.check_key("rng", rng)
+    _checks.check_key("rng", rng)
     _own_state.check(self.tx, state.opt_state, state.params)
     rngs = () if rng is None else (jax.random.fold_in(rng, state.step),)
     arguments = (state.model_state, batch, *rngs)
@@ -169,12 +169,12 @@ class Program:
     if not isinstance(aux, Mapping) or self.weight not in aux:
       raise ValueError(
         f"`weight` must be the name of an entry of the loss's aux, a dict; got {self.weight!r} for"
-        f" {_base.shorten(aux)}. Return it from the loss, with has_aux=True, or pass a function of"
-        " the batch."
+        f" {_checks.shorten(aux)}. Return it from the loss, with has_aux=True, or pass a function"
+        " of the batch."
       )
     return aux[self.weight]
 
   def _warn_once(self, message: str) -> None:
     if message not in self.warnings_given:
       self.warnings_given.add(message)
-      _base.warn(message, _base.NoEffectWarning)
+      _warnings.warn(message, _warnings.NoEffectWarning)

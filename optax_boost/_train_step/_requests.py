@@ -10,7 +10,7 @@ import numpy as np
 import optax
 
 from optax_boost._form import _compositions, _protocol
-from optax_boost._foundation import _arrays, _tree
+from optax_boost._foundation import _arrays, _trees
 from optax_boost._trace import _layer_groups
 
 
@@ -36,7 +36,7 @@ class ScaleRequest:
     def unscale(g: jax.Array, seen: bool) -> jax.Array:
       return g if seen else (_arrays.widen(g) / self.scale).astype(g.dtype)
 
-    return _tree.map_with(unscale, gradients, self.seen)
+    return _trees.map_with(unscale, gradients, self.seen)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +68,7 @@ class FreezeRequest:
     def zero(g: jax.Array, group: _layer_groups.GroupNumber) -> jax.Array:
       return _layer_groups.select_frozen(self.depth, group, jnp.zeros_like(g), g)
 
-    return _tree.map_with(zero, gradients, self.groups)
+    return _trees.map_with(zero, gradients, self.groups)
 
 
 def scale_request(opt_state: optax.OptState, params: optax.Params) -> ScaleRequest | None:
@@ -115,6 +115,6 @@ def _group_numbers(
     )
   (assignment,) = assignments
   seen = _protocol.seen_leaves(state, params)
-  visible = _tree.map_with(lambda x, is_seen: x if is_seen else optax.MaskedNode(), params, seen)
+  visible = _trees.map_with(lambda x, is_seen: x if is_seen else optax.MaskedNode(), params, seen)
   numbers = iter(jax.tree.leaves(assignment.number(visible)))
   return [next(numbers) if is_seen else assignment.num_groups for is_seen in seen]

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_boost._foundation import _arrays, _base, _tree, _types
+from optax_boost._foundation import _checks, _paths, _placement, _trees, _types
 
 
 class TrainState(NamedTuple):
@@ -30,7 +30,7 @@ class TrainState(NamedTuple):
 def check_train_state(state: _types.Unchecked) -> None:
   """Refuses all but states of a train step."""
   words = "an `optax_boost.TrainState`: what `step.init` or the step before returned"
-  _base.check_type("state", state, TrainState, words)
+  _checks.check_type("state", state, TrainState, words)
 
 
 def canonicalize_state(state: TrainState) -> TrainState:
@@ -66,7 +66,7 @@ def place_abstract(state: TrainState, params: optax.Params, model_state: _types.
   """Gives an abstract state the shardings of the params, as a concrete one has them."""
   sharding_of_param: dict[str, tuple[Any, Any]] = {
     path: (leaf.shape, _sharding(leaf))
-    for path, leaf in zip(_tree.leaf_paths(params), jax.tree.leaves(params), strict=True)
+    for path, leaf in zip(_paths.leaf_paths(params), jax.tree.leaves(params), strict=True)
   }
   shardings = [sharding for _, sharding in sharding_of_param.values() if sharding is not None]
   meshes = [sharding.mesh for sharding in shardings if hasattr(sharding, "mesh")]
@@ -91,7 +91,7 @@ def place_abstract(state: TrainState, params: optax.Params, model_state: _types.
 
   return TrainState(
     params=jax.tree.map(place_like, state.params, params),
-    opt_state=_tree.map_with(place_by_path, state.opt_state, _tree.leaf_paths(state.opt_state)),
+    opt_state=_trees.map_with(place_by_path, state.opt_state, _paths.leaf_paths(state.opt_state)),
     model_state=jax.tree.map(place_like, state.model_state, model_state),
     step=place(state.step, None),
   )
@@ -122,7 +122,7 @@ def commit_like(state: TrainState, arguments: _types.Tree) -> TrainState:
     if isinstance(leaf.sharding, jax.sharding.SingleDeviceSharding):
       return jax.tree.map(functools.partial(_put_in_memory, sharding=leaf.sharding), state)
     # Axes that are Explicit are part of the arrays' types.
-    if isinstance(leaf.sharding, jax.sharding.NamedSharding) and _arrays.has_auto_axes_only(
+    if isinstance(leaf.sharding, jax.sharding.NamedSharding) and _placement.has_auto_axes_only(
       leaf.sharding.mesh
     ):
       everywhere = jax.sharding.NamedSharding(leaf.sharding.mesh, jax.sharding.PartitionSpec())
@@ -159,7 +159,7 @@ def _constraint(sharding: jax.sharding.NamedSharding) -> jax.sharding.NamedShard
   """A sharding as it comes out of a program, without None at the end, where XLA would choose it."""
   mesh, spec = sharding.mesh, list(sharding.spec)
   # Explicit axes are part of the type, and so are places in the memory of the host.
-  free = isinstance(mesh, jax.sharding.Mesh) and _arrays.has_auto_axes_only(mesh)
+  free = isinstance(mesh, jax.sharding.Mesh) and _placement.has_auto_axes_only(mesh)
   if not free or sharding.memory_kind != mesh.devices.flat[0].default_memory().kind:
     return None
   while spec and spec[-1] is None:
@@ -178,7 +178,7 @@ def keep_placement(
   def place(leaf: jax.Array, sharding: jax.sharding.NamedSharding | None) -> jax.Array:
     return leaf if sharding is None else jax.lax.with_sharding_constraint(leaf, sharding)
 
-  return _tree.map_with(place, state, shardings)
+  return _trees.map_with(place, state, shardings)
 
 
 def drop_weak_type(leaf: Any) -> jax.Array:

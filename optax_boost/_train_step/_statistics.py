@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_boost._foundation import _tree, _types
+from optax_boost._foundation import _paths, _trees, _types, _warnings
 from optax_boost._trace import _layer_groups
 
 # Of Linen's variables, those that stand for a whole model's.
@@ -31,7 +31,7 @@ def hold_statistics(
   the number of the leaf.
   """
   # By path: a loss may return other containers than it was given, or further statistics.
-  numbered = enumerate(zip(_tree.leaf_paths(before), jax.tree.leaves(before), strict=True))
+  numbered = enumerate(zip(_paths.leaf_paths(before), jax.tree.leaves(before), strict=True))
   old_leaves = {path: (number, leaf) for number, (path, leaf) in numbered}
   if not old_leaves:
     return after
@@ -53,20 +53,20 @@ def hold_statistics(
     return _layer_groups.select_frozen(depth, group.reshape(along), old, new)
 
   leaves = jax.tree.leaves(after)
-  paths, new_modules = _tree.leaf_paths(after), _module_paths(after)
+  paths, new_modules = _paths.leaf_paths(after), _module_paths(after)
   # What the loss returns as it got it, as the base weights beside an adapter, is no statistic.
   old_ids = {id(leaf) for _, leaf in old_leaves.values()}
   statistics = [
     path for path, x in zip(paths, leaves, strict=True) if _is_inexact(x) and id(x) not in old_ids
   ]
   if statistics and not modules.keys() & new_modules:
-    _tree.warn_no_effect(
+    _warnings.warn_no_effect(
       "`hold_frozen_statistics` holds none: no statistics have the path of a layer's params, as"
       " 'norm/mean' next to 'norm/scale', so frozen layers' statistics go on. Pass"
       " hold_frozen_statistics=False if that is meant.",
       statistics,
     )
-  return _tree.map_with(keep, after, paths, new_modules)
+  return _trees.map_with(keep, after, paths, new_modules)
 
 
 def _is_inexact(x: _types.Unchecked) -> bool:
@@ -79,7 +79,7 @@ def _module_paths(tree: _types.Tree) -> list[str]:
   A place in a sequence is not a name: lists of params and of statistics have to be of one length.
   """
   lengths: dict[Any, int] = {}
-  for path in _tree.leaf_keys(tree, lambda node: not jax.tree.leaves(node)):
+  for path in _paths.leaf_keys(tree, lambda node: not jax.tree.leaves(node)):
     for depth, key in enumerate(path):
       if isinstance(key, jax.tree_util.SequenceKey):
         lengths[path[:depth]] = max(lengths.get(path[:depth], 0), key.idx + 1)
@@ -91,7 +91,7 @@ def _module_paths(tree: _types.Tree) -> list[str]:
         texts[depth] = f"{text} of {lengths[path[:depth]]}"
     return "/".join(texts).split("/") if texts else []
 
-  modules = list(map(names, _tree.leaf_keys(tree)))
+  modules = list(map(names, _paths.leaf_keys(tree)))
   # Where one is a collection of Flax, the others are collections, too.
   first = 1 if any(module[:1] in _COLLECTIONS for module in modules) else 0
   return ["/".join(module[first:]) for module in modules]

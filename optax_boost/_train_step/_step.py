@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_boost._form import _protocol
-from optax_boost._foundation import _base, _full_gradient, _tree, _types
+from optax_boost._foundation import _checks, _full_gradient, _paths, _tree_checks, _types
 from optax_boost._trace import _layer_axes
 from optax_boost._train_step import _depth, _loss, _program, _state
 
@@ -47,8 +47,8 @@ class TrainStep:
         " params alone have gradients. For `optax.lookahead` write the step with"
         " `optax_boost.apply_gradients(tx, grads, opt_state, params)`."
       )
-    _tree.check_traceable("params", params)
-    _tree.check_traceable("model_state", model_state)
+    _tree_checks.check_traceable("params", params)
+    _tree_checks.check_traceable("model_state", model_state)
     _check_variables(params)
     if self.program.has_model_state and model_state is None:
       raise TypeError(
@@ -59,7 +59,7 @@ class TrainStep:
       state = jax.eval_shape(self.init, params, model_state)
       return _state.place_abstract(state, params, model_state)
     params, model_state = jax.tree.map(jnp.array, (params, model_state))
-    _tree.check_inexact(params, "make_train_step", _tree.KEEP_OUT)
+    _tree_checks.check_inexact(params, "make_train_step", _tree_checks.KEEP_OUT)
     state = _state.TrainState(
       params, self.program.tx.init(params), model_state, jnp.zeros([], jnp.int32)
     )
@@ -123,7 +123,7 @@ class TrainStep:
     gradient = jax.tree_util.Partial(self.program.gradient, state.model_state)
     try:
       if rng is not None:
-        _base.check_key("rng", rng)
+        _checks.check_key("rng", rng)
         rng = jax.random.fold_in(rng, state.step)
       full = _full_gradient.full_gradient(
         gradient, state.params, batches, rng=rng, weight_fn=weight_fn, progress=progress
@@ -175,13 +175,13 @@ def _check_call(state: _types.Unchecked, rng: _types.Unchecked) -> None:
   _state.check_train_state(state)
   # The array of a key is checked while tracing.
   if rng is not None and not isinstance(rng, jax.Array):
-    _base.check_key("rng", rng)
+    _checks.check_key("rng", rng)
 
 
 def _explain_deleted(error: Exception, **arguments: _types.Tree) -> None:
   """Raises an error that names the argument whose arrays are deleted, if that made a step fail."""
   for name, tree in arguments.items():
-    for path, leaf in zip(_tree.leaf_paths(tree), jax.tree.leaves(tree), strict=True):
+    for path, leaf in zip(_paths.leaf_paths(tree), jax.tree.leaves(tree), strict=True):
       if isinstance(leaf, jax.core.Tracer) or not getattr(leaf, "is_deleted", bool)():
         continue
       advice = " Don't donate it to a program before the step."
@@ -254,8 +254,8 @@ def make_train_step(
     >>> bool(metrics["loss"] < 1e-6), int(state.step)
     (True, 5)
   """
-  _base.check_callable("loss_fn", loss_fn, "loss_fn(params, batch)")
-  tx = _base.check_transformation("tx", tx)
+  _checks.check_callable("loss_fn", loss_fn, "loss_fn(params, batch)")
+  tx = _checks.check_transformation("tx", tx)
   options: dict[str, Any] = {
     "has_aux": has_aux,
     "has_model_state": has_model_state,
@@ -263,13 +263,15 @@ def make_train_step(
     "weight": weight,
   }
   for name in ("has_aux", "has_model_state", "hold_frozen_statistics"):
-    _base.check_bool(name, options[name])
-  _base.check_bool("donate", donate)
-  _base.check_callable("full_grad_fn", full_grad_fn, "full_grad_fn(grad_fn, params)", optional=True)
+    _checks.check_bool(name, options[name])
+  _checks.check_bool("donate", donate)
+  _checks.check_callable(
+    "full_grad_fn", full_grad_fn, "full_grad_fn(grad_fn, params)", optional=True
+  )
   if not (weight is None or callable(weight) or (isinstance(weight, str) and has_aux)):
     raise TypeError(
       "`weight` must be a function of the batch, or the name of an entry of the loss's aux, with"
-      f" has_aux=True; got {_base.shorten(weight)}."
+      f" has_aux=True; got {_checks.shorten(weight)}."
     )
   options["has_model_state"] |= _layer_axes.is_stateful(loss_fn)
   full_grad_fn, data = _loss.bound_arrays(full_grad_fn)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from optax_boost._form import _finiteness
-from optax_boost._foundation import _tree, _types
+from optax_boost._foundation import _paths, _trees, _types
 
 
 def metrics(rejected: Any, loss: jax.Array) -> _types.Metrics:
@@ -33,7 +33,7 @@ def kept(rejected: Any, before: _types.Tree, after: _types.Tree) -> Any:
   """
   if rejected is None:
     return after
-  old_leaves = dict(zip(_tree.leaf_keys(before), jax.tree.leaves(before), strict=True))
+  old_leaves = dict(zip(_paths.leaf_keys(before), jax.tree.leaves(before), strict=True))
 
   def keep(new: Any, key: _types.KeyPath) -> Any:
     old = old_leaves.get(key)
@@ -43,4 +43,4 @@ def kept(rejected: Any, before: _types.Tree, after: _types.Tree) -> Any:
       return jnp.where(rejected, old, new)
     return jnp.where(rejected, jnp.asarray(old, jnp.result_type(new)), new)
 
-  return _tree.map_with(keep, after, _tree.leaf_keys(after))
+  return _trees.map_with(keep, after, _paths.leaf_keys(after))

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
-from optax_boost._foundation import _tree, _types
+from optax_boost._foundation import _trees, _types
 from optax_boost._trace import _jaxpr
 from optax_boost._train_step import _traced_loss
 
@@ -46,7 +46,7 @@ def take_written_params(
     # `nnx.remat` and `nnx.jit` return all variables of their modules as other arrays.
     copied = copied_inputs(program, count, of_params)
   written = jax.tree.leaves(model_state.params)
-  new_params = _tree.map_with(
+  new_params = _trees.map_with(
     lambda old, new, is_copy: old if is_copy else new, params, written, copied
   )
   return new_params, model_state.model_state

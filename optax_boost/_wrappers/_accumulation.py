@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_boost._form import _compositions, _driver, _finiteness, _protocol, _transformation
-from optax_boost._foundation import _arrays, _base, _conditional, _tree
+from optax_boost._foundation import _arrays, _checks, _conditionals, _mesh_axes, _trees
 
 _METHOD = "accumulate"
 
@@ -111,11 +111,11 @@ def accumulate(
     between steps. ``optax.MultiSteps`` runs its inner optimizer at every micro-step, and a NaN
     stays in its accumulator.
   """
-  inner = _base.check_transformation("inner", inner)
+  inner = _checks.check_transformation("inner", inner)
   if not callable(every):
-    _base.check_whole_number("every", every)
-  _base.check_name("not_finite", not_finite, ("drop", "keep"), optional=True)
-  _base.check_axis_name("axis_name", axis_name)
+    _checks.check_whole_number("every", every)
+  _checks.check_name("not_finite", not_finite, ("drop", "keep"), optional=True)
+  _mesh_axes.check_axis_name("axis_name", axis_name)
 
   method = _Accumulate(inner, every, not_finite, axis_name)
   return _transformation.wrapper(_METHOD, AccumulateState, method, allows_complex=True)
@@ -133,7 +133,7 @@ class _Accumulate:
   def init(self, params: optax.Params) -> AccumulateState:
     inner_state = self.inner.init(params)
     takes_gradients = _protocol.is_requested(inner_state, _protocol.FULL_GRADIENT)
-    if takes_gradients and _base.concrete_number(self.every) != 1:
+    if takes_gradients and _checks.concrete_number(self.every) != 1:
       raise ValueError(
         "`accumulate` can't hold a method that takes gradients at other params, as `svrg` does:"
         " they would be of the window's last micro-batch, beside the mean gradient of all. Use"
@@ -168,14 +168,14 @@ class _Accumulate:
       of_window = jax.tree.map(lambda t: _arrays.divide(t, divisor), total)
       # Masters inside take the mean unrounded.
       if not any(form.keeps == "rounding" for form in _compositions.forms(self.inner)):
-        of_window = _conditional.cast_like(of_window, grads)
+        of_window = _arrays.cast_like(of_window, grads)
       extra = extra_args | ({"grad": of_window} if "grad" in extra_args else {})
       # Not for every optimizer: optax's line searches refuse arguments that closures do not take.
-      if _tree.find_states(state.inner_state, AccumulateState):
+      if _trees.find_states(state.inner_state, AccumulateState):
         extra["weight"] = weight_sum
       # A window may end with a micro-batch that is dropped, and its statistics with it.
       if extra.get("model_state") is not None:
-        extra["model_state"] = _conditional.nan_if(~good, extra["model_state"])
+        extra["model_state"] = _conditionals.nan_if(~good, extra["model_state"])
       return of_window, extra
 
     new_state = state._replace(
@@ -227,15 +227,15 @@ class _Accumulate:
         usable = _finiteness.all_finite(unseen) if unseen else jnp.asarray(True)
     if self.axis_name is not None:
       flags = jnp.stack([weighted, finite, usable])
-      weighted, finite, usable = _conditional.agree(flags, self.axis_name, _METHOD)
+      weighted, finite, usable = _mesh_axes.agree(flags, self.axis_name, _METHOD)
     # The sum is a part of the inner step's work, so the driver can't select it afterwards.
-    return _conditional.both(call.go, weighted & usable), weighted & finite
+    return _conditionals.both(call.go, weighted & usable), weighted & finite
 
 
 def _checked_weight(weight: Any) -> jax.Array:
   """The weight of a micro-batch, a scalar float; checked if it is not traced."""
   largest = float(jnp.finfo(jnp.float32).max)
-  _base.check_number("weight", weight, minimum=0.0, maximum=largest)
+  _checks.check_number("weight", weight, minimum=0.0, maximum=largest)
   return jnp.asarray(weight, float)
 
 

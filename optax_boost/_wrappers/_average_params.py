@@ -19,7 +19,17 @@ import jax.numpy as jnp
 import optax
 
 from optax_boost._form import _compositions, _driver, _finiteness, _protocol, _transformation
-from optax_boost._foundation import _arrays, _base, _conditional, _masking, _tree, _types
+from optax_boost._foundation import (
+  _arrays,
+  _checks,
+  _conditionals,
+  _masks,
+  _paths,
+  _tree_checks,
+  _trees,
+  _types,
+  _warnings,
+)
 
 _METHOD = "average_params"
 # The extra argument of `update` with the statistics after the forward pass.
@@ -137,24 +147,24 @@ def average_params(
     <https://doi.org/10.1137/0330046>`_, 1992; Izmailov et al., `Averaging Weights Leads to Wider
     Optima and Better Generalization <https://arxiv.org/abs/1803.05407>`_, 2018.
   """
-  inner = _base.check_transformation("inner", inner)
+  inner = _checks.check_transformation("inner", inner)
   if start is not None:
-    _base.check_whole_number("start", start, minimum=0)
+    _checks.check_whole_number("start", start, minimum=0)
   if decay is not None and not callable(decay):
-    _base.check_number("decay", decay, positive=True, below=1)
-  _base.check_whole_number("every", every)
+    _checks.check_number("decay", decay, positive=True, below=1)
+  _checks.check_whole_number("every", every)
   if (start is None) == (decay is None):
     raise ValueError(
       "`average_params` needs exactly one of `start` (the mean of all snapshots after a step) and"
       f" `decay` (exponential weights); got {'none' if start is None else 'start and decay'}."
     )
-  _tree.check_traceable("model_state", model_state)
+  _tree_checks.check_traceable("model_state", model_state)
   # Copies: a train step may donate the arrays of the model that they are of.
   statistics = jax.tree.map(_widened_copy, _statistics(model_state))
   if model_state is not None and not statistics:
-    _base.warn(
+    _warnings.warn(
       "`average_params` averages no statistics: `model_state` has no floating-point leaf.",
-      _base.NoEffectWarning,
+      _warnings.NoEffectWarning,
     )
   method = _AverageParams(inner, start, decay, every, statistics)
   return _transformation.wrapper(
@@ -185,7 +195,7 @@ def _statistics(model_state: _types.Tree) -> dict[str, Any]:
 
 
 def _statistic_paths(model_state: _types.Tree) -> list[str]:
-  return [path.removeprefix(_COLLECTION) for path in _tree.leaf_paths(model_state)]
+  return [path.removeprefix(_COLLECTION) for path in _paths.leaf_paths(model_state)]
 
 
 def _check_statistics(averages: dict[str, Any], model_state: _types.Tree, function: str) -> None:
@@ -197,7 +207,7 @@ def _check_statistics(averages: dict[str, Any], model_state: _types.Tree, functi
       raise ValueError(
         f"`{function}` needs a `model_state` with all statistics that are averaged; the leaf"
         f" '{path}' must have the shape {shape}, got {got} among the leaves"
-        f" {_base.shorten(sorted(found), 200)}. Make the optimizer with"
+        f" {_checks.shorten(sorted(found), 200)}. Make the optimizer with"
         " `average_params(..., model_state=model_state)` of this model's statistics."
       )
 
@@ -265,7 +275,7 @@ class _AverageParams:
     if jax.tree.leaves(averages):
       # The step may be made by the other micro-batches of a window.
       left_out = _protocol.left_out(state.inner_state, outcome.state) if statistics else None
-      statistics = _conditional.nan_if(left_out, statistics)
+      statistics = _conditionals.nan_if(left_out, statistics)
       stepped, *operands = self._stepped(call, outcome.result)
       averages = self._snapshot_if(
         due,
@@ -283,7 +293,7 @@ class _AverageParams:
   def _is_due(self, count: jax.Array, made: jax.Array) -> jax.Array:
     """Whether a snapshot is taken after step `count`, if it was made."""
     start = 0 if self.start is None else self.start
-    if _base.is_integer(self.every) and self.every == 1 and _base.concrete_number(start) == 0:
+    if _checks.is_integer(self.every) and self.every == 1 and _checks.concrete_number(start) == 0:
       return jnp.asarray(made)
     after = count - start
     return made & (after > 0) & (after % self.every == 0)
@@ -312,10 +322,10 @@ class _AverageParams:
         # Before the first snapshot, 1 / number has no derivative.
         return _blend(a, _rounded(p).astype(a.dtype), jnp.maximum(number, 1), decay)
 
-      return _tree.map_leaves(blend, averages, snapshot(*operands))
+      return _trees.map_leaves(blend, averages, snapshot(*operands))
 
-    traced_decay = self.decay if _base.is_array(self.decay) else None
-    return _conditional.replace_if(due, take, averages, number, traced_decay, *operands)
+    traced_decay = self.decay if _checks.is_array(self.decay) else None
+    return _conditionals.replace_if(due, take, averages, number, traced_decay, *operands)
 
 
 def _without_model_state(call: _driver.Call) -> tuple[optax.Updates, dict[str, Any]]:
@@ -365,13 +375,13 @@ def averaged_params(
     >>> round(float(optax_boost.averaged_params(state, params)), 4)  # (0.5 * 4 + 2) / 1.5
     2.6667
   """
-  _base.check_floating_dtype("dtype", dtype, optional=True)
+  _checks.check_floating_dtype("dtype", dtype, optional=True)
   # Those inside others, too.
   states = [node for node in _protocol.nodes(opt_state) if isinstance(node, AverageParamsState)]
   if not states:
     raise ValueError(
       "`averaged_params` needs the state of an optimizer with `optax_boost.average_params` in it;"
-      f" got {_base.shorten(jax.tree.structure(opt_state), 200)}."
+      f" got {_checks.shorten(jax.tree.structure(opt_state), 200)}."
     )
   if dtype is not None:
     # Leaves that are not averaged are widened, too.
@@ -382,7 +392,7 @@ def averaged_params(
   for state in states:
     for i, average in enumerate(_averages(state, params)):
       if average is not None and averaged[i] is not None:
-        path = _tree.leaf_name(_tree.leaf_paths(params)[i])
+        path = _paths.leaf_name(_paths.leaf_paths(params)[i])
         raise ValueError(
           f"`averaged_params` found two averages of the leaf '{path}'. Pass the part of the state"
           " with the one that you mean."
@@ -427,7 +437,7 @@ def averaged_model_state(opt_state: optax.OptState, model_state: Any) -> Any:
     raise ValueError(
       f"`{function}` needs the state of an optimizer with one `optax_boost.average_params(...,"
       f" model_state=model_state)` in it; got {len(states)} of these in"
-      f" {_base.shorten(jax.tree.structure(opt_state), 200)}."
+      f" {_checks.shorten(jax.tree.structure(opt_state), 200)}."
     )
   (state,) = states
   taken = _snapshots_taken(state, function, "opt_state, model_state")
@@ -439,7 +449,7 @@ def averaged_model_state(opt_state: optax.OptState, model_state: Any) -> Any:
       return x
     return jnp.where(taken > 0, averages[path].astype(jnp.result_type(x)), x)
 
-  return _tree.map_with(read, model_state, _statistic_paths(model_state))
+  return _trees.map_with(read, model_state, _statistic_paths(model_state))
 
 
 def averaging_statistics(opt_state: optax.OptState) -> list[AverageParamsState]:
@@ -451,7 +461,7 @@ def averaging_statistics(opt_state: optax.OptState) -> list[AverageParamsState]:
 def _snapshots_taken(state: AverageParamsState, function: str, arguments: str) -> jax.Array:
   """The number of snapshots; ValueError for the state of a population."""
   advice = f"Map over its members: `jax.vmap(optax_boost.{function})({arguments})`."
-  _base.require_one_run(state.snapshot_count, function, advice)
+  _tree_checks.require_one_run(state.snapshot_count, function, advice)
   # An NNX optimizer holds each array in a variable.
   (taken,) = jax.tree.leaves(state.snapshot_count)
   return jnp.asarray(taken)
@@ -460,18 +470,18 @@ def _snapshots_taken(state: AverageParamsState, function: str, arguments: str) -
 def _averages(state: AverageParamsState, params: optax.Params) -> list[jax.Array | None]:
   """The average of each leaf of the params, or None where it is not averaged."""
   taken = _snapshots_taken(state, "averaged_params", "opt_state, params")
-  targets = jax.tree.leaves(params, is_leaf=_tree.is_masked)
-  averages = _masking.leaves_like(state.average, params)
+  targets = jax.tree.leaves(params, is_leaf=_masks.is_masked)
+  averages = _masks.leaves_like(state.average, params)
   pairs = list(zip(averages or [], targets, strict=False))
-  fits = [_tree.is_masked(a) or jnp.shape(a) == jnp.shape(p) for a, p in pairs]
+  fits = [_masks.is_masked(a) or jnp.shape(a) == jnp.shape(p) for a, p in pairs]
   if averages is None or not all(fits):
     raise ValueError(
       "`averaged_params` needs the params that the state is of; got the shapes"
-      f" {_base.shorten(jax.tree.map(jnp.shape, params), 200)} for averages of the shapes"
-      f" {_base.shorten(jax.tree.map(jnp.shape, state.average), 200)}."
+      f" {_checks.shorten(jax.tree.map(jnp.shape, params), 200)} for averages of the shapes"
+      f" {_checks.shorten(jax.tree.map(jnp.shape, state.average), 200)}."
     )
   return [
-    None if _tree.is_masked(a) else jnp.where(taken > 0, a.astype(jnp.result_type(p)), p)
+    None if _masks.is_masked(a) else jnp.where(taken > 0, a.astype(jnp.result_type(p)), p)
     for a, p in pairs
-    if not _tree.is_masked(p)
+    if not _masks.is_masked(p)
   ]

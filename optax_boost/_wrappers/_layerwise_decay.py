@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_boost._form import _compositions, _driver, _protocol, _transformation
-from optax_boost._foundation import _arrays, _base
+from optax_boost._foundation import _arrays, _checks
 from optax_boost._trace import _layer_groups
 
 _METHOD = "layerwise_decay"
@@ -74,8 +74,8 @@ def layerwise_decay(
     Clark, Luong, Le, Manning, `ELECTRA <https://arxiv.org/abs/2003.10555>`_, 2020; Bao, Dong, Piao,
     Wei, `BEiT <https://arxiv.org/abs/2106.08254>`_, 2021, whose 0.65 to 0.75 ``timm`` took over.
   """
-  inner = _base.check_transformation("inner", inner)
-  _base.check_number("decay", decay, positive=True, maximum=1.0)
+  inner = _checks.check_transformation("inner", inner)
+  _checks.check_number("decay", decay, positive=True, maximum=1.0)
   number = _layer_groups.numbering(groups, _METHOD)
   method = _LayerwiseDecay(inner, number, _layer_groups.count_groups(groups), decay)
   return _transformation.wrapper(

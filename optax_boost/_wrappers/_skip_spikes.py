@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_boost._form import _driver, _finiteness, _protocol, _transformation
-from optax_boost._foundation import _arrays, _base, _types
+from optax_boost._foundation import _arrays, _checks, _mesh_axes, _types
 
 _METHOD = "skip_spikes"
 
@@ -94,11 +94,11 @@ def skip_spikes(
     [0.0, 0.0] 500.0 1
     [-3.0, -4.0] 5.0 1
   """
-  inner = _base.check_transformation("inner", inner)
-  _base.check_number("factor", factor, minimum=1.0)
-  _base.check_number("decay", decay, minimum=0.0, below=1.0)
-  _base.check_whole_number("start", start, minimum=1)
-  _base.check_axis_name("axis_name", axis_name)
+  inner = _checks.check_transformation("inner", inner)
+  _checks.check_number("factor", factor, minimum=1.0)
+  _checks.check_number("decay", decay, minimum=0.0, below=1.0)
+  _checks.check_whole_number("start", start, minimum=1)
+  _mesh_axes.check_axis_name("axis_name", axis_name)
   method = _SkipSpikes(inner, factor, decay, start, axis_name)
   return _transformation.wrapper(_METHOD, SkipSpikesState, method, allows_complex=True)
 
@@ -157,6 +157,6 @@ class _SkipSpikes:
   def _squares(self, gradients: optax.Updates) -> jax.Array:
     squares = jnp.asarray(_arrays.sum_squares_of_tree(gradients), jnp.float32)
     if self.axis_name is not None:
-      _base.require_axis("axis_name", self.axis_name, _METHOD)
+      _mesh_axes.require_axis("axis_name", self.axis_name, _METHOD)
       squares = jax.lax.pmean(squares, self.axis_name)
     return squares

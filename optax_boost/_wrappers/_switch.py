@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_boost._form import _protocol, _transformation
-from optax_boost._foundation import _base, _conditional
+from optax_boost._foundation import _arrays, _checks, _conditionals
 
 _METHOD = "switch_after"
 # The wrappers whose states make requests of the loss.
@@ -72,9 +72,9 @@ def switch_after(
   References:
     Qiu, Suda, `Permute to Train <https://arxiv.org/abs/2003.02570>`_, 2020.
   """
-  _base.check_whole_number("step", step, minimum=0)
-  first = _base.check_transformation("first", first)
-  second = _base.check_transformation("second", second)
+  _checks.check_whole_number("step", step, minimum=0)
+  first = _checks.check_transformation("first", first)
+  second = _checks.check_transformation("second", second)
 
   return _SwitchAfter(step, first, second).transformation()
 
@@ -121,7 +121,7 @@ class _SwitchAfter(NamedTuple):
       return jax.tree.map(widened, out, from_second), first_state
 
     first_acts = state.count < self.step
-    from_first, first_state = _conditional.update_if(first_acts, of_first, state.first_state)
+    from_first, first_state = _conditionals.update_if(first_acts, of_first, state.first_state)
     from_second = jax.tree.map(widened, from_second, from_first)
     out = jax.tree.map(lambda u, v: jnp.where(first_acts, u, v), from_first, from_second)
     made = jnp.where(
@@ -132,7 +132,7 @@ class _SwitchAfter(NamedTuple):
     return out, SwitchAfterState(
       count=optax.safe_increment(state.count),
       first_state=first_state,
-      second_state=_conditional.cast_like(second_state, state.second_state),
+      second_state=_arrays.cast_like(second_state, state.second_state),
       made=made,
     )
 

@@ -9,7 +9,7 @@ from typing import Any
 from flax import core, linen as nn
 import jax
 
-from optax_boost._foundation import _base, _types
+from optax_boost._foundation import _checks, _types
 from optax_boost._trace import _layer_axes
 
 
@@ -27,7 +27,7 @@ class BoundModel:
   def __init__(self, module: nn.Module, params: Any, collections: Any, rngs: dict[str, jax.Array]):
     check_module(module)
     for name, value in (("collections", collections), ("rngs", rngs)):
-      _base.check_type(name, value, Mapping, "a dict by name")
+      _checks.check_type(name, value, Mapping, "a dict by name")
     self._module = module
     self._params = params
     self._rngs = rngs
@@ -127,12 +127,12 @@ def split_loss(
     True
   """
   check_module(module)
-  _base.check_callable("loss_fn", loss_fn, "loss_fn(model, batch)")
+  _checks.check_callable("loss_fn", loss_fn, "loss_fn(model, batch)")
   sequence = isinstance(rngs, Sequence) and not isinstance(rngs, str)
   if not (sequence and all(isinstance(name, str) for name in rngs)):
     raise TypeError(
       "`rngs` must be a sequence of names of rng streams, as ('dropout',); got"
-      f" {_base.shorten(rngs)}."
+      f" {_checks.shorten(rngs)}."
     )
 
   def loss(
@@ -141,10 +141,10 @@ def split_loss(
     if not isinstance(model_state, Mapping):
       raise TypeError(
         "`model_state` must be a dict of the module's collections; got"
-        f" {_base.shorten(model_state)}. Pass the one that `split_loss` returned:"
+        f" {_checks.shorten(model_state)}. Pass the one that `split_loss` returned:"
         " step.init(params, model_state)."
       )
-    _base.check_key("rng", rng)
+    _checks.check_key("rng", rng)
     keys = {} if rng is None else dict(zip(rngs, jax.random.split(rng, len(rngs)), strict=True))
     model = BoundModel(module, params, model_state, keys)
     output = loss_fn(model, batch)
@@ -157,7 +157,7 @@ def split_variables(variables: Any) -> tuple[Any, dict[str, Any]]:
   """The params, and the other collections in plain dicts, as ``apply`` returns them."""
   if not isinstance(variables, Mapping):
     raise TypeError(
-      f"`variables` must be a dict of collections; got {_base.shorten(variables)}. Pass the"
+      f"`variables` must be a dict of collections; got {_checks.shorten(variables)}. Pass the"
       " variables that `module.init` returned."
     )
   if not isinstance(variables.get("params"), Mapping):
@@ -173,6 +173,6 @@ def check_module(module: _types.Unchecked) -> None:
   """Refuses all but Linen modules."""
   if not isinstance(module, nn.Module):
     raise TypeError(
-      f"`module` must be a Linen module; got {_base.shorten(module)}. For NNX modules there is"
+      f"`module` must be a Linen module; got {_checks.shorten(module)}. For NNX modules there is"
       " `optax_boost.nnx`."
     )

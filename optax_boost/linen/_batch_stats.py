@@ -10,7 +10,7 @@ from flax import linen as nn, traverse_util
 import jax
 import jax.numpy as jnp
 
-from optax_boost._foundation import _base, _types
+from optax_boost._foundation import _checks, _mesh_axes, _types
 from optax_boost._methods import _batch_stats
 from optax_boost.linen import _adapter
 
@@ -69,8 +69,8 @@ def estimate_batch_stats(
   """
   _adapter.check_module(module)
   params, collections = _adapter.split_variables(variables)
-  _base.check_callable("forward_fn", forward_fn, "forward_fn(model, batch)", optional=True)
-  _base.check_callable("weight_fn", weight_fn, "weight_fn(batch)", optional=True)
+  _checks.check_callable("forward_fn", forward_fn, "forward_fn(model, batch)", optional=True)
+  _checks.check_callable("weight_fn", weight_fn, "weight_fn(batch)", optional=True)
   leaves = traverse_util.flatten_dict(collections.get(_COLLECTION, {}), keep_empty_nodes=True)
   paths = {path[:-1] for path in leaves if path[-1] == "mean" and (*path[:-1], "var") in leaves}
   norms = {"/".join(path): path for path in sorted(paths)}
@@ -146,7 +146,7 @@ class _OfBatch:
     is_chosen = norm.has_variable(_COLLECTION, "uses")
     by_batch = is_chosen and (self.selection.named or not frozen)
     # Outside of the training's `shard_map` the batch is whole.
-    axis_name = _base.bound_axis(norm.axis_name)
+    axis_name = _mesh_axes.bound_axis(norm.axis_name)
     settings = {"momentum": 0.0, "use_running_average": None, "axis_name": axis_name}
     saved_settings = {name: getattr(norm, name) for name in settings}
     names = (*_batch_stats.STATISTICS, *_batch_stats.SUMS) if is_chosen else _batch_stats.STATISTICS

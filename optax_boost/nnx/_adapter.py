@@ -12,7 +12,7 @@ from flax import nnx
 import jax
 
 from optax_boost import _train_step
-from optax_boost._foundation import _base, _tree, _types
+from optax_boost._foundation import _batches, _checks, _paths, _tree_checks, _types
 from optax_boost._trace import _layer_axes
 
 # Before flax 0.12.7 it was called `pure`, a name that warns since.
@@ -71,7 +71,7 @@ class ClosedBatch:
   """
 
   batch: _types.Tree
-  constants: _tree.Constants
+  constants: _batches.Constants
   structure: Any
   graphdef: nnx.GraphDef
 
@@ -88,7 +88,7 @@ class ClosedBatch:
   def names(self) -> list[str]:
     """The path of each NNX object in the batch."""
     is_object = [leaf is None for leaf in self.structure.flatten_up_to(self.batch)]
-    paths = _tree.leaf_paths(jax.tree.unflatten(self.structure, is_object))
+    paths = _paths.leaf_paths(jax.tree.unflatten(self.structure, is_object))
     return [path for path, selected in zip(paths, is_object, strict=True) if selected]
 
 
@@ -110,7 +110,7 @@ def close_batch(batch: _types.Tree) -> Any:
   without = jax.tree.unflatten(
     structure, [None if _is_graph_node(leaf) else leaf for leaf in leaves]
   )
-  return ClosedBatch(without, _tree.Constants(tuple(arrays)), structure, graphdef)
+  return ClosedBatch(without, _batches.Constants(tuple(arrays)), structure, graphdef)
 
 
 class ClosedBatches:
@@ -183,13 +183,13 @@ def pure_loss(
 def _call_read_only(function: Callable[[Any], Any], closed: ClosedBatch) -> Any:
   """Calls a function of a batch, and refuses changes of the NNX objects in the batch."""
 
-  def call(constants: _tree.Constants) -> Any:
+  def call(constants: _batches.Constants) -> Any:
     batch, objects = dataclasses.replace(closed, constants=constants).open()
     output = function(batch)
     with nnx.split_context() as context:
       return output, objects, context.flatten(objects, with_paths=False)[1]
 
-  def arrays_after(constants: _tree.Constants) -> list[Any]:
+  def arrays_after(constants: _batches.Constants) -> list[Any]:
     return jax.tree.leaves(call(constants)[2])
 
   output, objects, arrays = call(closed.constants)
@@ -214,7 +214,7 @@ def _call_read_only(function: Callable[[Any], Any], closed: ClosedBatch) -> Any:
     shown = sorted("/".join([names[i], *map(str, path)]).strip("/") for i, *path in changed)
     raise ValueError(
       "`loss_fn` must not change the NNX objects in the batch, which a step only reads; it changes"
-      f" {_base.shorten(shown, 400)}. Put a module whose statistics or rng counts change into"
+      f" {_checks.shorten(shown, 400)}. Put a module whose statistics or rng counts change into"
       " evaluation mode before the step: module.eval(). To change it, return the new values as aux"
       " and write them after the step, or make it a part of the step's `model`."
     )
@@ -269,7 +269,7 @@ def split_loss(
     >>> bool(jnp.allclose(model(x), 1, atol=1e-2))
     True
   """
-  _base.check_callable("loss_fn", loss_fn, "loss_fn(model, batch)")
+  _checks.check_callable("loss_fn", loss_fn, "loss_fn(model, batch)")
   check_model(model)
   graphdef, params, model_state = split(wrt, model)
   return pure_loss(loss_fn, graphdef, wrt, may_change=False), params, model_state
@@ -336,7 +336,7 @@ def _advance(roots: tuple[Any, ...], by: jax.Array) -> None:
 
 def _check_trained(before: _types.Tree, after: _types.Tree) -> None:
   """Refuses a forward pass that changes more of the trained variables than their values."""
-  if _tree.same_shapes(before, after):
+  if _tree_checks.same_shapes(before, after):
     return
   changed = {
     leaf.path for leaf in {*_layer_axes.leaves_of(before)} ^ {*_layer_axes.leaves_of(after)}
@@ -344,18 +344,19 @@ def _check_trained(before: _types.Tree, after: _types.Tree) -> None:
   if changed:
     raise ValueError(
       "`loss_fn` must leave the trained variables in the number and shapes that the optimizer was"
-      f" made for; the forward pass creates, removes or reshapes {_base.shorten(sorted(changed))}."
-      " Create trained variables in the model's `__init__`, before the optimizer."
+      f" made for; the forward pass creates, removes or reshapes"
+      f" {_checks.shorten(sorted(changed))}. Create trained variables in the"
+      " model's `__init__`, before the optimizer."
     )
 
 
 def _check_others(before: _types.Tree, after: _types.Tree) -> None:
   """Refuses a forward pass that creates or removes variables."""
-  changed = {*_tree.leaf_paths(before)} ^ {*_tree.leaf_paths(after)}
+  changed = {*_paths.leaf_paths(before)} ^ {*_paths.leaf_paths(after)}
   if changed:
     raise ValueError(
       "`split_loss` needs a model whose forward pass keeps its variables; this one's creates"
-      f" or removes {_base.shorten(sorted(changed))}. Create variables in the model's `__init__`,"
+      f" or removes {_checks.shorten(sorted(changed))}. Create variables in the model's `__init__`,"
       " and pop intermediates in the loss: nnx.pop(model, nnx.Intermediate)."
     )
 
@@ -365,7 +366,7 @@ def check_model(model: _types.Unchecked, *, tree: bool = False) -> None:
   nodes = jax.tree.leaves(model, is_leaf=_is_nnx) if tree else []
   if not (isinstance(model, nnx.Module) or any(map(_is_nnx, nodes))):
     raise TypeError(
-      f"`model` must be an NNX module; got {_base.shorten(model)}. For Linen modules there is"
+      f"`model` must be an NNX module; got {_checks.shorten(model)}. For Linen modules there is"
       " `optax_boost.linen`."
     )
 

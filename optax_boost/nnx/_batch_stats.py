@@ -9,7 +9,7 @@ from flax import nnx
 import jax
 import jax.numpy as jnp
 
-from optax_boost._foundation import _base
+from optax_boost._foundation import _checks, _mesh_axes
 from optax_boost._methods import _batch_stats
 from optax_boost._wrappers import _average_params
 from optax_boost.nnx import _adapter, _less_bn
@@ -45,7 +45,7 @@ def averaged_model(optimizer: nnx.Optimizer, model: Any) -> Any:
     True
   """
   _adapter.check_model(model)
-  _base.check_type(
+  _checks.check_type(
     "optimizer", optimizer, nnx.Optimizer, "what `nnx.Optimizer(model, tx, wrt=nnx.Param)` returns"
   )
   copy = _less_bn.copy_model(model)
@@ -110,8 +110,8 @@ def estimate_batch_stats(
     ([3.5], [5.0])
   """
   _adapter.check_model(model)
-  _base.check_callable("forward_fn", forward_fn, "forward_fn(model, batch)", optional=True)
-  _base.check_callable("weight_fn", weight_fn, "weight_fn(batch)", optional=True)
+  _checks.check_callable("forward_fn", forward_fn, "forward_fn(model, batch)", optional=True)
+  _checks.check_callable("weight_fn", weight_fn, "weight_fn(batch)", optional=True)
   copy = _less_bn.copy_model(model)
   norms = _less_bn.modules(copy, nnx.BatchNorm)
   selection = _batch_stats.select(list(norms), only, exclude)
@@ -167,7 +167,7 @@ class _Averaging(nnx.BatchNorm):
     # Zeros, as 0 times a running statistic that is NaN would be NaN.
     self.mean[...], self.var[...] = map(jnp.zeros_like, running)
     # Outside of the training's `shard_map` the batch is whole.
-    self.momentum, self.axis_name = 0.0, _base.bound_axis(self.axis_name)
+    self.momentum, self.axis_name = 0.0, _mesh_axes.bound_axis(self.axis_name)
     out = super().__call__(x, use_running_average=False, **kwargs)
     self.momentum, self.axis_name = settings
     for mean, statistic in ((self.batch_mean, self.mean), (self.batch_var, self.var)):

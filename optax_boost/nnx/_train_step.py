@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_boost import _train_step
-from optax_boost._foundation import _base, _tree, _types
+from optax_boost._foundation import _checks, _tree_checks, _types
 from optax_boost.nnx import _adapter
 
 # The source of a loss's random numbers.
@@ -69,7 +69,7 @@ class TrainStep:
         with nnx.merge_context(_STEP_CONTEXT, inner=False) as context:
           context.unflatten(graphdef, arrays)
     except (TypeError, ValueError):
-      _tree.check_traceable("batch", settings[0])
+      _tree_checks.check_traceable("batch", settings[0])
       raise
     training.depths.follow(optimizer.opt_state, settings[3], steps)
     return metrics
@@ -170,7 +170,7 @@ class TrainStep:
     loss_fn = _adapter.pure_loss(
       self._program.loss_fn, graphdef, optimizer.wrt, has_key=key is not None
     )
-    tx = _base.check_transformation("optimizer.tx", optimizer.tx)
+    tx = _checks.check_transformation("optimizer.tx", optimizer.tx)
     program = dataclasses.replace(self._program, loss_fn=loss_fn, tx=tx)
     opt_state = _adapter.as_pure(optimizer.opt_state)
     return program, _train_step.TrainState(params, opt_state, model_state, optimizer.step[...])
@@ -182,14 +182,14 @@ class TrainStep:
     rngs, key = _split_rng(rng)
     _adapter.check_model(model, tree=True)
     words = "what `nnx.Optimizer(model, tx, wrt=nnx.Param)` returns"
-    _base.check_type("optimizer", optimizer, nnx.Optimizer, words)
+    _checks.check_type("optimizer", optimizer, nnx.Optimizer, words)
     program, state = self._split(model, optimizer, rngs, key)
     if not jax.tree.leaves(state.params):
       raise ValueError(
         "`optimizer.wrt` must select variables of the model; got"
-        f" {_base.shorten(optimizer.wrt)}, which selects none."
+        f" {_checks.shorten(optimizer.wrt)}, which selects none."
       )
-    _tree.check_inexact(state.params, "make_train_step", _tree.KEEP_OUT)
+    _tree_checks.check_inexact(state.params, "make_train_step", _tree_checks.KEEP_OUT)
     return program, _train_step.canonicalize_state(state), key
 
 
@@ -232,7 +232,8 @@ def _split_rng(rng: Any) -> tuple[tuple[Any, ...], jax.Array | None]:
     return (rng,), None
   if not (rng is None or hasattr(rng, "dtype")):
     raise TypeError(
-      f"`rng` must be a key, an `nnx.Rngs`, one of its streams, or None; got {_base.shorten(rng)}."
+      f"`rng` must be a key, an `nnx.Rngs`, one of its streams, or None; got"
+      f" {_checks.shorten(rng)}."
     )
   return (), rng
 
@@ -323,11 +324,11 @@ def make_train_step(loss_fn: _types.LossFn, *_optimizers: Any, **options: Any) -
     >>> int(rngs.dropout.count[...])
     1
   """
-  _base.check_callable("loss_fn", loss_fn, "loss_fn(model, batch)")
+  _checks.check_callable("loss_fn", loss_fn, "loss_fn(model, batch)")
   if _optimizers or "tx" in options:
     raise TypeError(
       "`optax_boost.nnx.make_train_step` takes the loss alone, and options as keywords; got"
-      f" {_base.shorten(_optimizers[0] if _optimizers else options['tx'])}, too. A transformation"
+      f" {_checks.shorten(_optimizers[0] if _optimizers else options['tx'])}, too. A transformation"
       " belongs to the optimizer, which each step is called with: `optimizer = nnx.Optimizer(model,"
       " tx, wrt=nnx.Param)`, `step(model, optimizer, batch)`."
     )

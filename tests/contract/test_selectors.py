@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import optax_boost
-from optax_boost._foundation import _tree
+from optax_boost._foundation import _paths, _selectors, _trees
 
 # Of twelve blocks those that a pattern might confuse, and one after the chosen one.
 BLOCKS = ("0", "1", "2", "10", "11")
@@ -119,7 +119,7 @@ def moved_by_overrides(pattern):
     return jnp.mean(x @ params["head"]["kernel"])
 
   plan = optax_boost.layer_groups(loss_fn, PARAMS, jnp.ones((1, 3)), overrides={pattern: 0})
-  paths = _tree.leaf_paths(PARAMS)
+  paths = _paths.leaf_paths(PARAMS)
   flags = [path in plan.groups[0] and path != "embed/kernel" for path in paths]
   return jax.tree.unflatten(jax.tree.structure(PARAMS), flags)
 
@@ -230,7 +230,7 @@ def test_a_match_begins_and_ends_with_a_segment(pattern, path, matches):
     tree = {key: tree}
   idle = contextlib.nullcontext() if matches else pytest.warns(optax_boost.NoEffectWarning)
   with idle:
-    assert any(_tree.select(tree, pattern, "exclude")) == matches
+    assert any(_selectors.select(tree, pattern, "exclude")) == matches
 
 
 @pytest.mark.parametrize(
@@ -308,7 +308,7 @@ def test_selections_may_overlap():
 
 
 def test_a_plan_per_tree_survives_that_another_thread_clears_the_plans_at_any_time():
-  plan = _tree.once_per_tree(lambda tree, *static: np.shape(tree["w"]))
+  plan = _trees.once_per_tree(lambda tree, *static: np.shape(tree["w"]))
 
   class Interrupted:
     """An argument at whose every lookup another thread runs, with more trees than are kept."""

@@ -13,7 +13,7 @@ import optax
 import pytest
 
 import optax_boost
-from optax_boost._foundation import _tree
+from optax_boost._foundation import _masks, _paths, _selectors, _tree_checks
 
 PARAMS = {"block": [{"kernel": jnp.ones((2, 3)), "bias": jnp.ones(3)}, {"scale": jnp.ones(3)}]}
 
@@ -39,9 +39,9 @@ def test_a_field_that_is_called_value_stays_whatever_a_mask_hides(node):
   first, *_ = (field for field in ("query", "gate") if field in node.__annotations__)
   for other in (jnp.ones(1), None, optax.MaskedNode()):
     tree = {"block": node(other, jnp.ones(2))}
-    assert _tree.leaf_paths(tree)[-1] == "block/value"
+    assert _paths.leaf_paths(tree)[-1] == "block/value"
   masked = {"block": node(optax.MaskedNode(), jnp.ones(2))}
-  assert _tree.leaf_paths(masked, _tree.is_masked) == [f"block/{first}", "block/value"]
+  assert _paths.leaf_paths(masked, _masks.is_masked) == [f"block/{first}", "block/value"]
   mask = optax_boost.path_mask("value$")({"block": node(jnp.ones(1), jnp.ones(2))})
   assert jax.tree.leaves(mask) == [False, True]
 
@@ -63,7 +63,7 @@ LINEAR = nnx.state(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), nnx.Param)
   ],
 )
 def test_paths_join_keys_and_indices_and_leave_out_the_boxes_of_flax(tree, paths):
-  assert _tree.leaf_paths(tree) == paths
+  assert _paths.leaf_paths(tree) == paths
 
 
 def test_an_error_for_a_function_among_the_leaves_says_to_leave_it_out():
@@ -83,13 +83,13 @@ def test_an_error_for_a_function_among_the_leaves_says_to_leave_it_out():
 )
 def test_an_error_for_gradients_of_another_tree_names_the_differences(grads, words):
   with pytest.raises(ValueError, match=words):
-    _tree.check_same_tree(grads, {"a": {"w": 1.0, "b": 1.0}, "c": 1.0}, "lars")
+    _tree_checks.check_same_tree(grads, {"a": {"w": 1.0, "b": 1.0}, "c": 1.0}, "lars")
 
 
 def test_patterns_are_silent_on_an_empty_tree():
   with warnings.catch_warnings():
     warnings.simplefilter("error")
-    assert _tree.select({}, "kernel", "exclude") == []
+    assert _selectors.select({}, "kernel", "exclude") == []
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_patterns_are_silent_on_an_empty_tree():
   ],
 )
 def test_selectors_of_every_form_select_the_same_leaves(selector, expected):
-  assert _tree.select(PARAMS, selector, "exclude") == expected
+  assert _selectors.select(PARAMS, selector, "exclude") == expected
 
 
 @jax.tree_util.register_dataclass
@@ -120,8 +120,8 @@ class CallableModule:
 
 def test_a_callable_module_of_bools_is_a_mask():
   params, mask = CallableModule(jnp.ones((2, 2)), jnp.ones(2)), CallableModule(True, False)
-  _tree.check_selector("exclude", mask)
-  assert _tree.select(params, mask, "exclude") == [True, False]
+  _selectors.check_selector("exclude", mask)
+  assert _selectors.select(params, mask, "exclude") == [True, False]
 
 
 @pytest.mark.parametrize("exclude", [np.array([True, False]), jnp.array([True, False])])

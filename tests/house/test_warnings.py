@@ -79,4 +79,4 @@ def test_all_warnings_are_issued_by_one_function():
     for p in package.rglob("*.py")
     if re.search(r"\bstacklevel\b", p.read_text(encoding="utf-8"))
   ]
-  assert issuing == ["_base.py"]
+  assert issuing == ["_warnings.py"]

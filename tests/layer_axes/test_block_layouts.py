@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import optax_boost
-from optax_boost._foundation import _tree
+from optax_boost._foundation import _paths
 from tests.layer_axes import block_layouts
 
 
@@ -40,7 +40,7 @@ def entries(paths, prefix):
 
 def expected_groups(layout):
   """For each group its entries, from the prefixes alone."""
-  paths = _tree.leaf_paths(layout.params)
+  paths = _paths.leaf_paths(layout.params)
   groups = []
   for prefixes in (layout.first, *layout.blocks, layout.last):
     prefixes = (prefixes,) if isinstance(prefixes, str) else prefixes
@@ -55,7 +55,7 @@ def test_each_block_is_a_group_and_leaves_before_and_after_blocks_are_two_more(n
   assert found == expected
   # All leaves, each once: the prefixes leave none out.
   leaves = {path.partition("[")[0] for path in set().union(*expected)}
-  assert leaves == set(_tree.leaf_paths(layout.params))
+  assert leaves == set(_paths.leaf_paths(layout.params))
   assert plan.unused == ()
 
 
@@ -67,7 +67,7 @@ def test_layerwise_decay_gives_the_rates_of_the_recipe(name):
   # Rates are by leaf: JAX compiles nothing for each shape of a leaf.
   ones = jax.tree.map(lambda _: np.ones((), np.float32), layout.params)
   updates, _ = tx.update(ones, tx.init(ones), ones)
-  rates = dict(zip(_tree.leaf_paths(updates), jax.tree.leaves(updates), strict=True))
+  rates = dict(zip(_paths.leaf_paths(updates), jax.tree.leaves(updates), strict=True))
   groups = expected_groups(layout)
   for number, group in enumerate(groups):
     for path in group:

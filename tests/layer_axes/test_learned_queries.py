@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import optax_boost
-from optax_boost._foundation import _tree
+from optax_boost._foundation import _paths
 from tests.layer_axes import learned_queries
 
 NAMES = list(learned_queries.STRUCTURES)
@@ -33,7 +33,7 @@ def random_like(tree, seed):
 
 
 def by_path(tree):
-  return dict(zip(_tree.leaf_paths(tree), jax.tree.leaves(tree), strict=True))
+  return dict(zip(_paths.leaf_paths(tree), jax.tree.leaves(tree), strict=True))
 
 
 def assert_close(actual, expected):

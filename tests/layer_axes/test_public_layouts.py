@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import optax_boost
-from optax_boost._foundation import _tree
+from optax_boost._foundation import _paths
 import optax_boost.linen as ob_linen
 import optax_boost.nnx as ob_nnx
 from tests.freeze_layers import test_freezing
@@ -79,7 +79,7 @@ def half(name):
 def test_the_stacked_leaves_are_exactly_the_leaves_of_the_layers(name):
   layout = traced(name)
   axes = stacked(layout)
-  paths, found = _tree.leaf_paths(layout.params), set(axes)
+  paths, found = _paths.leaf_paths(layout.params), set(axes)
   expected = {path for path in paths if path.startswith(layout.prefix)}
   assert found == (set() if layout.axis is None else expected)
   assert all(of_leaf[0] == layout.axis for of_leaf in axes.values())
@@ -92,7 +92,7 @@ def test_each_layer_is_a_group_and_the_shared_embedding_is_in_the_first(name):
   (embedding,) = plan.groups[0]
   assert plan.reused == (embedding,)
   assert "embed" in embedding
-  of_layers = [path for path in _tree.leaf_paths(layout.params) if path.startswith(layout.prefix)]
+  of_layers = [path for path in _paths.leaf_paths(layout.params) if path.startswith(layout.prefix)]
   for number, group in enumerate(plan.groups[1:-1]):
     if layout.axis is None:
       expected = {path for path in of_layers if path.startswith(f"{layout.prefix}{number}/")}
@@ -186,6 +186,6 @@ def test_auto_boost_finds_the_layers_by_itself(name):
     step.lower(step.init(*arrays), *layout.args)
   groups = tx.update.form.frozen_groups
   numbers = jax.tree.leaves(groups.number(layout.params))
-  for path, number in zip(_tree.leaf_paths(layout.params), numbers, strict=True):
+  for path, number in zip(_paths.leaf_paths(layout.params), numbers, strict=True):
     if path.startswith(layout.prefix):
       assert list(np.ravel(number)) == [0, 0, 1, 1], path

@@ -8,7 +8,7 @@ import pytest
 
 import optax_boost
 from optax_boost import LayerSlice, linen as ob_linen, nnx as ob_nnx
-from optax_boost._foundation import _tree
+from optax_boost._foundation import _paths
 
 LAYERS, WIDTH = 4, 8
 TOKENS = jnp.zeros((2, 3), jnp.int32)
@@ -232,7 +232,7 @@ def test_the_pieces_of_a_cut_block_are_in_order():
 def test_a_dot_in_a_key_separates_modules():
   nested = transformer_params()
   leaves, structure = jax.tree.flatten(nested)
-  names = [path.replace("/", ".") for path in _tree.leaf_paths(nested)]
+  names = [path.replace("/", ".") for path in _paths.leaf_paths(nested)]
 
   def loss(flat, tokens):
     return transformer_loss(jax.tree.unflatten(structure, [flat[n] for n in names]), tokens)
@@ -281,7 +281,7 @@ KERNEL, VECTOR = jnp.eye(WIDTH), jnp.ones(WIDTH)
 
 def groups_in_order(params, names, **options):
   """The groups of a model that multiplies by its leaves in the order of `names`."""
-  flat = dict(zip(_tree.leaf_paths(params), range(100), strict=False))
+  flat = dict(zip(_paths.leaf_paths(params), range(100), strict=False))
 
   def loss(params, x):
     leaves = jax.tree.leaves(params)

@@ -17,7 +17,7 @@ import pytest
 
 import optax_boost
 from optax_boost import linen as ob_linen
-from optax_boost._foundation import _tree
+from optax_boost._foundation import _paths
 from tests.layer_axes.block_layouts import (
   HIDDEN,
   QKV,
@@ -84,7 +84,7 @@ def holds(plan, params, *prefixes):
 
   A prefix `path[i]` is layer i of the leaves of a path.
   """
-  paths, seen = _tree.leaf_paths(params), []
+  paths, seen = _paths.leaf_paths(params), []
   for number, of_group in enumerate(prefixes):
     expected = set()
     for prefix in of_group.split():

@@ -19,7 +19,7 @@ import optax
 
 import optax_boost
 from optax_boost._form import _finiteness
-from optax_boost._foundation import _arrays, _conditional
+from optax_boost._foundation import _arrays, _conditionals
 from tests.xla import table
 
 _SHAPE = (256, 256)
@@ -52,7 +52,7 @@ REPLACED = (
   "_form._finiteness.all_finite",
   "_foundation._arrays.divide",
   "_foundation._arrays.stackable",
-  "_foundation._conditional.once_if",
+  "_foundation._conditionals.once_if",
   "_methods._dim_reduce._linalg._sum_by_group",
   "_form._finiteness._sums_in_links",
   "_methods._lars._trust_ratio",
@@ -253,12 +253,12 @@ def copies_at_the_edge_of_a_conditional() -> Finding:
 
   def cond(condition: Any, function: Any, *carry: Any) -> Any:
     def call(carry: Any) -> Any:
-      return tuple(_conditional.cast_like(tuple(function(*carry)), carry))
+      return tuple(_arrays.cast_like(tuple(function(*carry)), carry))
 
     return condition, *jax.lax.cond(condition, call, lambda carry: carry, carry)
 
   ours = copies()
-  with replaced("_foundation._conditional.once_if", cond):
+  with replaced("_foundation._conditionals.once_if", cond):
     return compare("copies", copies(), ours)
 
 
@@ -290,7 +290,7 @@ def equal_zeros_share_one_array() -> Finding:
   def program(reset: Callable[[Any], Any]) -> Any:
     def emptied(ended: Any, totals: Any, grads: Any) -> Any:
       totals = [total + grad for total, grad in zip(totals, grads, strict=True)]
-      _, *out = _conditional.once_if(ended, lambda *x: tuple(reset(y, ended) for y in x), *totals)
+      _, *out = _conditionals.once_if(ended, lambda *x: tuple(reset(y, ended) for y in x), *totals)
       return out
 
     arrays = [jnp.ones(_SHAPE)] * 8

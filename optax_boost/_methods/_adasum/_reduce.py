@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_boost._form import _finiteness
-from optax_boost._foundation import _arrays, _base
+from optax_boost._foundation import _arrays, _mesh_axes
 from optax_boost._methods._adasum import _layout, _pairs
 
 
@@ -173,7 +173,7 @@ def _mean_nearby(x: jax.Array, axes: tuple[str, ...], size: int) -> jax.Array:
 
 def _gather(chunk: jax.Array, axes: tuple[str, ...]) -> jax.Array:
   """All chunks, concatenated, on all devices."""
-  if not _base.varying_axes(jax.typeof(chunk)):
+  if not _mesh_axes.varying_axes(jax.typeof(chunk)):
     return jax.lax.all_gather(chunk, axes, tiled=True)
   # `shard_map` tracks which arrays vary: it must be told that the result does not.
   if "to" in inspect.signature(jax.lax.all_gather).parameters:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_boost._form import _protocol, _transformation
-from optax_boost._foundation import _arrays, _base, _tree
+from optax_boost._foundation import _arrays, _mesh_axes, _paths, _patterns, _tree_checks
 from optax_boost._methods import _leaves
 from optax_boost._methods._adasum import _reduce, _split_layers
 from optax_boost._trace import _layer_axes
@@ -50,16 +50,16 @@ def adasum_reduce(stacked: Any, *, groups: str | Sequence[str] | None = None) ->
   """
   method = "adasum_reduce"
   patterns = _check_groups(groups)
-  _tree.check_floating(stacked, method, "Leave it out of the tree.")
+  _tree_checks.check_floating(stacked, method, "Leave it out of the tree.")
   leaves, structure = jax.tree.flatten(stacked)
-  paths = _tree.leaf_paths(stacked)
+  paths = _paths.leaf_paths(stacked)
   if not leaves:
     return stacked
   for path, leaf in zip(paths, leaves, strict=True):
     if jnp.ndim(leaf) == 0 or leaf.shape[0] != jnp.shape(leaves[0])[0] or leaf.shape[0] == 0:
       raise ValueError(
         f"`{method}` needs leaves with the replicas along their first axis, of one length;"
-        f" got shape {jnp.shape(leaf)} for the leaf '{_tree.leaf_name(path)}' and"
+        f" got shape {jnp.shape(leaf)} for the leaf '{_paths.leaf_name(path)}' and"
         f" {jnp.shape(leaves[0])} for '{paths[0] or 'params'}'."
       )
   reduced = _reduce.reduce_stacked(leaves, _group_numbers(paths, patterns))
@@ -169,14 +169,14 @@ def adasum(
   own_layers = _leaves.check_layers(layers)
 
   def init(params: optax.Params) -> AdasumState:
-    _group_numbers(_tree.leaf_paths(params), patterns)
+    _group_numbers(_paths.leaf_paths(params), patterns)
     return AdasumState(jnp.ones([], jnp.float32), jnp.zeros([], jnp.int32))
 
   def step(
     updates: optax.Updates, state: AdasumState, params: Any, *, layers: Any = None
   ) -> tuple[optax.Updates, AdasumState]:
     for argument, value in names.items():
-      _base.require_axis(argument, value, "adasum", optional=argument != "axis_name")
+      _mesh_axes.require_axis(argument, value, "adasum", optional=argument != "axis_name")
     known = own_layers or _leaves.check_layers(layers)
     paths, parts, join = _split_layers.split_layers(updates, known)
     if not parts:
@@ -195,16 +195,16 @@ def adasum(
 
 
 def _axes(argument: str, names: Any) -> tuple[str, ...]:
-  _base.check_axis_name(argument, names)
+  _mesh_axes.check_axis_name(argument, names)
   return () if names is None else (names,) if isinstance(names, str) else names
 
 
 def check_not_summed(leaves: Sequence[jax.Array], axes: tuple[str, ...]) -> None:
   """Refuses gradients that ``shard_map`` has summed already, because params are replicated."""
-  varying = frozenset[str]().union(*(_base.varying_axes(jax.typeof(leaf)) for leaf in leaves))
+  varying = frozenset[str]().union(*(_mesh_axes.varying_axes(jax.typeof(leaf)) for leaf in leaves))
   for name in axes:
     # Without `check_vma` nothing varies.
-    of_axis = _base.varying_axes(jax.typeof(jax.lax.axis_index(name)))
+    of_axis = _mesh_axes.varying_axes(jax.typeof(jax.lax.axis_index(name)))
     if name in of_axis and name not in varying:
       raise ValueError(
         f"`adasum` needs gradients that differ along the axis '{name}'; these are the same"
@@ -220,14 +220,14 @@ def _check_groups(groups: Any) -> tuple[str, ...]:
   if groups is None:
     return ()
   patterns = (groups,) if isinstance(groups, str) else groups
-  _base.check_patterns("groups", patterns, "regular expressions or None")
+  _patterns.check_patterns("groups", patterns, "regular expressions or None")
   return tuple(patterns)
 
 
 def _group_numbers(paths: Sequence[str], patterns: Sequence[str]) -> tuple[int, ...]:
   """The group of each leaf, numbered ``0, 1, ...``."""
   group_of_pattern = [(pattern, group) for group, pattern in enumerate(patterns)]
-  groups = _tree.assign_groups("groups", group_of_pattern, paths)
+  groups = _patterns.assign_groups("groups", group_of_pattern, paths)
   keys = [("leaf", i) if group is None else ("group", group) for i, group in enumerate(groups)]
   numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
   return tuple(numbers[key] for key in keys)

@@ -4,7 +4,7 @@ from typing import Any
 
 import jax
 
-from optax_boost._foundation import _tree
+from optax_boost._foundation import _paths
 
 
 def unboxed(tree: Any) -> Any:
@@ -16,6 +16,8 @@ def unboxed(tree: Any) -> Any:
 
   def value(node: Any) -> Any:
     # A mask, of which there are no leaves, may be in a box, too.
-    return jax.tree.leaves(node, is_leaf=lambda x: x is not node)[0] if _tree.is_box(node) else node
+    return (
+      jax.tree.leaves(node, is_leaf=lambda x: x is not node)[0] if _paths.is_box(node) else node
+    )
 
-  return jax.tree.map(value, tree, is_leaf=_tree.is_box)
+  return jax.tree.map(value, tree, is_leaf=_paths.is_box)

@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_boost._foundation import _arrays, _base, _tree
+from optax_boost._foundation import _arrays, _checks, _masks, _tree_checks, _trees
 from optax_boost._methods._dim_reduce import _groups, _pca, _subspace, _trajectory
 
 _OVERSAMPLE = 10
@@ -92,10 +92,10 @@ def fit_subspace(
     Halko, Martinsson, Tropp, `Finding Structure with Randomness
     <https://arxiv.org/abs/0909.4061>`_, 2011.
   """
-  _base.check_whole_number("components", components, static=True)
-  _base.check_floating_dtype("dtype", dtype)
+  _checks.check_whole_number("components", components, static=True)
+  _checks.check_floating_dtype("dtype", dtype)
   _groups.check_groups(groups)
-  key = None if key is None else _base.as_key("key", key)
+  key = None if key is None else _checks.as_key("key", key)
   blocks, snapshot = _read(snapshots, components + _pca.GUARD)
   of_tree = _groups.find_groups(snapshot, groups, "fit_subspace")
   if isinstance(blocks, _Blocks):
@@ -172,7 +172,7 @@ def _read(snapshots: Any, size: int) -> tuple[Any, Any]:
   """Blocks of snapshots, stacked trees with flags of the rows in use; and a single snapshot."""
   if isinstance(snapshots, Iterator):
     snapshots = list(snapshots)
-  if _tree.find_states(snapshots, _trajectory.TrajectoryState):
+  if _trees.find_states(snapshots, _trajectory.TrajectoryState):
     state = _trajectory.one_trajectory(snapshots, "fit_subspace")
     rows = _checked(state.snapshots)
     used = jnp.arange(len(jax.tree.leaves(rows)[0])) < state.snapshot_count
@@ -180,7 +180,7 @@ def _read(snapshots: Any, size: int) -> tuple[Any, Any]:
   if any(map(_is_state, jax.tree.leaves(snapshots, is_leaf=_is_state))):
     raise ValueError(
       "`snapshots` must be trees of params, or an optimizer state that has recorded some; got"
-      f" {_base.shorten(jax.tree.structure(snapshots), 200)}. Add"
+      f" {_checks.shorten(jax.tree.structure(snapshots), 200)}. Add"
       " `optax_boost.record_trajectory` to its chain before training."
     )
   # The fields of a named tuple are one tree.
@@ -206,12 +206,12 @@ def _is_state(node: Any) -> bool:
   """Whether a node is a state of optax or of this package; a ``MaskedNode`` hides leaves only."""
   package = type(node).__module__.partition(".")[0]
   state = isinstance(node, tuple) and package in ("optax", "optax_boost")
-  return state and not _tree.is_masked(node)
+  return state and not _masks.is_masked(node)
 
 
 def _is_streamed(snapshots: Any) -> bool:
   """Whether this is an iterable that is not a pytree."""
-  if _base.is_any_array(snapshots) or isinstance(snapshots, str | bytes):
+  if _checks.is_any_array(snapshots) or isinstance(snapshots, str | bytes):
     return False
   iterable = hasattr(snapshots, "__iter__") or hasattr(snapshots, "__getitem__")
   return iterable and jax.tree_util.all_leaves([snapshots])
@@ -239,9 +239,9 @@ class _Blocks:
 def _stack(trees: Sequence[Any], first: Any, start: int = 0) -> tuple[Any, np.ndarray]:
   """A block of snapshots that are like the first one; `start` is the number of their first."""
   for index, tree in enumerate(trees, start):
-    if not _tree.same_shapes(_checked(tree), first):
-      got = _base.shorten(jax.tree.map(jnp.shape, tree), 200)
-      shapes = _base.shorten(jax.tree.map(jnp.shape, first), 200)
+    if not _tree_checks.same_shapes(_checked(tree), first):
+      got = _checks.shorten(jax.tree.map(jnp.shape, tree), 200)
+      shapes = _checks.shorten(jax.tree.map(jnp.shape, first), 200)
       raise ValueError(
         f"Snapshots must have one tree structure and the same shapes; number {index} has {got}, the"
         f" first one {shapes}. A list or tuple is taken for snapshots: cut a stacked tree that is"
@@ -261,5 +261,5 @@ def _checked(tree: Any) -> Any:
   if not jax.tree.leaves(tree):
     raise ValueError("`fit_subspace` needs snapshots with at least one leaf; got an empty tree.")
   advice = "Leave it out of the snapshots, and put `optax.masked` around `dim_reduce`."
-  _tree.check_floating(tree, "fit_subspace", advice)
+  _tree_checks.check_floating(tree, "fit_subspace", advice)
   return tree

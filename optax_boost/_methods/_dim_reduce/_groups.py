@@ -5,7 +5,7 @@ from typing import Any, TypeAlias
 import jax
 import numpy as np
 
-from optax_boost._foundation import _base
+from optax_boost._foundation import _warnings
 from optax_boost._methods._dim_reduce._linalg import LeafGroups, SubspaceGroups
 from optax_boost._trace import _layer_axes, _layer_groups
 
@@ -23,7 +23,7 @@ def check_groups(plan: Plan) -> None:
       "`groups` describes no leaf that holds many layers, so all leaves are one group. Pass regular"
       f" expressions, one per group, or None for one group. {plan.explain_unknown(plan.paths)}"
     )
-    _base.warn(message.rstrip(), _base.NoEffectWarning)
+    _warnings.warn(message.rstrip(), _warnings.NoEffectWarning)
 
 
 def find_groups(tree: Any, plan: Plan, method: str) -> SubspaceGroups:

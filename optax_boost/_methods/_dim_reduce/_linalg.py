@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_boost._foundation import _arrays, _tree
+from optax_boost._foundation import _arrays, _placement, _trees
 
 # Full float32 on accelerators, whose default is fewer bits.
 PRECISION = jax.lax.Precision.HIGHEST
@@ -113,7 +113,7 @@ def combine(coefficients: jax.Array, rows: Any, groups: SubspaceGroups) -> Any:
     sharding = jax.typeof(x).sharding
     spec = [sharding.spec[1 + axis] for axis in of_leaf.axes] + [None] * (coefficients.ndim - 1)
     same = jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec(*spec))
-    by_layer = _arrays.place_by(by_layer, same)
+    by_layer = _placement.place_by(by_layer, same)
     batch = tuple(range(len(layers))), tuple(1 + axis for axis in of_leaf.axes)
     combined = jax.lax.dot_general(
       by_layer,
@@ -125,4 +125,4 @@ def combine(coefficients: jax.Array, rows: Any, groups: SubspaceGroups) -> Any:
     several = coefficients.ndim - 2
     return jnp.moveaxis(combined, batch[0], [several + axis for axis in of_leaf.axes])
 
-  return _tree.map_leaves(one, rows, groups.leaves)
+  return _trees.map_leaves(one, rows, groups.leaves)

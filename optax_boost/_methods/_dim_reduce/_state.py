@@ -9,7 +9,7 @@ import numpy as np
 import optax
 
 from optax_boost._form import _finiteness, _protocol
-from optax_boost._foundation import _arrays, _base, _masking, _tree
+from optax_boost._foundation import _arrays, _masks, _paths, _placement, _trees, _warnings
 from optax_boost._methods._dim_reduce import _boxes, _groups, _linalg, _quasi_newton, _subspace
 
 METHOD = "dim_reduce"
@@ -76,22 +76,22 @@ def basis_like(subspace: _subspace.Subspace, params: Any) -> Any:
 
   bfloat16 stays and all else is widened. Refuses the basis of other params.
   """
-  targets = jax.tree.leaves(params, is_leaf=_tree.is_masked)
+  targets = jax.tree.leaves(params, is_leaf=_masks.is_masked)
   # Trees that don't match have rows for no leaf.
-  rows = _masking.leaves_like(subspace.basis, params) or [optax.MaskedNode()] * len(targets)
-  pairs = [(r, p) for r, p in zip(rows, targets, strict=True) if not _tree.is_masked(p)]
-  if any(_tree.is_masked(r) for r, _ in pairs):
+  rows = _masks.leaves_like(subspace.basis, params) or [optax.MaskedNode()] * len(targets)
+  pairs = [(r, p) for r, p in zip(rows, targets, strict=True) if not _masks.is_masked(p)]
+  if any(_masks.is_masked(r) for r, _ in pairs):
     raise ValueError(
       f"`{METHOD}` needs a subspace of its params; got a basis of the structure"
       f" {jax.tree.structure(subspace.basis)} for params {jax.tree.structure(params)}. Fit the"
       " subspace to snapshots of these params."
     )
   basis = []
-  for path, (r, p) in zip(_tree.leaf_paths(params), pairs, strict=True):
+  for path, (r, p) in zip(_paths.leaf_paths(params), pairs, strict=True):
     if jnp.shape(r) != (subspace.components, *jnp.shape(p)):
       raise ValueError(
         f"`{METHOD}` needs a basis of {subspace.components} rows of the params' shapes; got"
-        f" {jnp.shape(r)} for the leaf '{_tree.leaf_name(path)}' of shape {jnp.shape(p)}. Fit the"
+        f" {jnp.shape(r)} for the leaf '{_paths.leaf_name(path)}' of shape {jnp.shape(p)}. Fit the"
         " subspace to snapshots of these params."
       )
     dtype = r.dtype if r.dtype == jnp.bfloat16 else _arrays.accumulator_dtype(p.dtype)
@@ -106,8 +106,8 @@ def warn_of_long_rows(basis: Any, groups: _linalg.SubspaceGroups) -> None:
     return
   squares = jnp.diagonal(_products(basis, basis, groups), axis1=1, axis2=2)
   # Rounded to bfloat16 they may be longer than 1.
-  if _arrays.is_whole_here(squares) and (longest := np.sqrt(np.max(squares))) > 1.05:
-    _base.warn(
+  if _placement.is_whole_here(squares) and (longest := np.sqrt(np.max(squares))) > 1.05:
+    _warnings.warn(
       f"`{METHOD}` needs a basis of rows that are orthonormal within each group; got rows of length"
       f" {longest:.3g}, of which training may diverge. A subspace that was fitted with `groups`"
       " needs the same ones here.",
@@ -170,7 +170,7 @@ def refresh_subspace(
     leaves = jax.tree.leaves(_renew(node, basis, of_tree))
     return jax.tree.unflatten(jax.tree.structure(node), leaves)
 
-  if not _tree.find_states(opt_state, DimReduceState):
+  if not _trees.find_states(opt_state, DimReduceState):
     raise ValueError(
       "`refresh_subspace` needs an optimizer state with a DimReduceState in it; got"
       f" {jax.tree.structure(opt_state)}. Is `optax_boost.dim_reduce` part of the chain?"
@@ -189,8 +189,8 @@ def _renew(state: DimReduceState, basis: Any, groups: _linalg.SubspaceGroups) ->
     return jnp.where(good, new, old).astype(old.dtype)
 
   return state._replace(
-    basis=_tree.map_leaves(lambda old, new: fresh(new, old), state.basis, basis),
-    momentum=_tree.map_leaves(lambda m, x: m - x.astype(m.dtype), state.momentum, inside),
+    basis=_trees.map_leaves(lambda old, new: fresh(new, old), state.basis, basis),
+    momentum=_trees.map_leaves(lambda m, x: m - x.astype(m.dtype), state.momentum, inside),
     projected_momentum=fresh(0, state.projected_momentum),
     inverse_hessian=fresh(_quasi_newton.identities(state), state.inverse_hessian),
     projected_gradient=fresh(0, state.projected_gradient),

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_boost._foundation import _arrays, _base, _files, _tree
+from optax_boost._foundation import _checks, _files, _paths, _placement, _tree_checks
 
 
 class Subspace(NamedTuple):
@@ -61,8 +61,8 @@ class Subspace(NamedTuple):
     """
     check_subspace(self)
     arrays: dict[str, Any] = {}
-    for name, leaf in zip(_tree.leaf_paths(self), jax.tree.leaves(self), strict=True):
-      if not _arrays.is_whole_here(leaf):
+    for name, leaf in zip(_paths.leaf_paths(self), jax.tree.leaves(self), strict=True):
+      if not _placement.is_whole_here(leaf):
         raise ValueError(
           f"`Subspace.save` needs arrays that this process holds in whole; {name!r} is on other"
           " machines, too. Gather it with `jax.experimental.multihost_utils.process_allgather`."
@@ -89,7 +89,7 @@ class Subspace(NamedTuple):
       FileNotFoundError: there is no such file.
       ValueError: the file is damaged or of another kind, or belongs to other params.
     """
-    _tree.check_floating(like, "Subspace.load")
+    _tree_checks.check_floating(like, "Subspace.load")
     try:
       with open(path, "rb") as file:
         loaded = np.load(file, allow_pickle=False)
@@ -115,7 +115,7 @@ def _of_arrays(arrays: dict[str, np.ndarray], like: Any) -> Subspace:
   variances: Any = arrays.get("explained_variance", np.zeros(0))
   basis = jax.tree.map(lambda x: jax.ShapeDtypeStruct((*variances.shape, *x.shape), x.dtype), like)
   expected = Subspace(like, basis, variances, variances)
-  paths = _tree.leaf_paths(expected)
+  paths = _paths.leaf_paths(expected)
   saved_shapes = {name: array.shape for name, array in arrays.items()}
   shapes = dict(zip(paths, map(np.shape, jax.tree.leaves(expected)), strict=True))
   if saved_shapes != shapes:
@@ -145,9 +145,9 @@ def _of_matrix(matrix: np.ndarray, like: Any) -> Subspace:
 
 def check_subspace(value: Any) -> None:
   """Checks the argument `subspace`: its type, dtypes, and one number of components."""
-  _base.check_type("subspace", value, Subspace, "a Subspace, as `fit_subspace` returns it")
+  _checks.check_type("subspace", value, Subspace, "a Subspace, as `fit_subspace` returns it")
   shape = np.shape(value.explained_variance)
-  for path, leaf in zip(_tree.leaf_paths(value), jax.tree.leaves(value), strict=True):
+  for path, leaf in zip(_paths.leaf_paths(value), jax.tree.leaves(value), strict=True):
     if not hasattr(leaf, "dtype") or not jnp.issubdtype(leaf.dtype, jnp.floating):
       got = getattr(leaf, "dtype", type(leaf).__name__)
       raise TypeError(
@@ -170,5 +170,5 @@ def placed(array: Any, like: Any, stacked: bool = True) -> jax.Array:
   sharding = jax.sharding.NamedSharding(sharding.mesh, spec)
   if not traced:
     # Before anything else, so that no device holds all of it.
-    return _arrays.put(array, sharding)
-  return _arrays.place_by(jnp.asarray(array), sharding)
+    return _placement.put(array, sharding)
+  return _placement.place_by(jnp.asarray(array), sharding)

@@ -27,7 +27,15 @@ import jax.numpy as jnp
 import optax
 
 from optax_boost._form import _finiteness, _protocol, _transformation
-from optax_boost._foundation import _arrays, _base, _conditional, _tree
+from optax_boost._foundation import (
+  _arrays,
+  _checks,
+  _conditionals,
+  _mesh_axes,
+  _placement,
+  _tree_checks,
+  _trees,
+)
 from optax_boost._methods._dim_reduce import _boxes
 
 _METHOD = "record_trajectory"
@@ -93,10 +101,10 @@ def record_trajectory(
     >>> optax_boost.snapshots(state)["w"].tolist()
     [4.0, 1.0, 0.25]
   """
-  _base.check_whole_number("every", every)
-  _base.check_whole_number("capacity", capacity, static=True)
-  _base.check_floating_dtype("dtype", dtype, optional=True)
-  _base.check_axis_name("axis_name", axis_name)
+  _checks.check_whole_number("every", every)
+  _checks.check_whole_number("capacity", capacity, static=True)
+  _checks.check_floating_dtype("dtype", dtype, optional=True)
+  _mesh_axes.check_axis_name("axis_name", axis_name)
 
   def init(params: optax.Params) -> TrajectoryState:
     def ring(p: Any) -> jax.Array:
@@ -118,10 +126,10 @@ def record_trajectory(
       )
     # A leaf of another shape could broadcast into the ring.
     kept = [ring.shape[1:] for ring in jax.tree.leaves(state.snapshots)]
-    _base.check_shapes_of_state(_METHOD, kept, list(map(jnp.shape, jax.tree.leaves(params))))
+    _tree_checks.check_shapes_of_state(_METHOD, kept, list(map(jnp.shape, jax.tree.leaves(params))))
 
     def taken() -> TrajectoryState:
-      good = _conditional.agree(_finiteness.all_finite(params), axis_name, _METHOD)
+      good = _mesh_axes.agree(_finiteness.all_finite(params), axis_name, _METHOD)
       slot = state.snapshot_count % capacity
 
       def write(ring: jax.Array, p: jax.Array) -> jax.Array:
@@ -131,13 +139,13 @@ def record_trajectory(
         return jax.lax.dynamic_update_index_in_dim(ring, row, slot, 0)
 
       return state._replace(
-        snapshots=_tree.map_leaves(write, state.snapshots, params),
+        snapshots=_trees.map_leaves(write, state.snapshots, params),
         snapshot_count=_arrays.increment_if(good, state.snapshot_count),
         notfinite_count=_arrays.increment_if(~good, state.notfinite_count),
       )
 
     # Only the rings pass through the branches, written in place where they are donated.
-    state = _conditional.cond(state.count % every == 0, taken, lambda: state)
+    state = _conditionals.cond(state.count % every == 0, taken, lambda: state)
     return updates, state._replace(count=optax.safe_increment(state.count))
 
   return _transformation.transformation(_METHOD, TrajectoryState, init, step, needs_params=True)
@@ -156,7 +164,7 @@ def _place_ring(ring: jax.Array, snapshot: jax.Array) -> jax.Array:
   like: Any = sharding if traced else snapshot.sharding
   spec = jax.sharding.PartitionSpec(None, *like.spec)
   placed = jax.sharding.NamedSharding(like.mesh, spec)
-  return _arrays.place_by(ring, placed) if traced else jax.device_put(ring, placed)
+  return _placement.place_by(ring, placed) if traced else jax.device_put(ring, placed)
 
 
 def snapshots(opt_state: optax.OptState) -> optax.Params:
@@ -204,12 +212,12 @@ def snapshots(opt_state: optax.OptState) -> optax.Params:
 
 def one_trajectory(opt_state: optax.OptState, function: str) -> TrajectoryState:
   """The one ``TrajectoryState`` of an optimizer state; refuses the state of a population."""
-  states = _tree.find_states(opt_state, TrajectoryState)
+  states = _trees.find_states(opt_state, TrajectoryState)
   if len(states) != 1:
     structure = str(jax.tree.structure(opt_state))
     raise ValueError(
       f"`{function}` needs an optimizer state with one TrajectoryState; got {len(states)} of"
       f" them in {structure[:200]}. Is `optax_boost.record_trajectory` part of the chain, once?"
     )
-  _base.require_one_run(states[0].snapshot_count, function)
+  _tree_checks.require_one_run(states[0].snapshot_count, function)
   return states[0]

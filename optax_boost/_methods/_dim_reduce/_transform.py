@@ -32,7 +32,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_boost._form import _finiteness, _protocol, _transformation
-from optax_boost._foundation import _arrays, _base, _masking
+from optax_boost._foundation import _arrays, _checks, _extra_args
 from optax_boost._methods._dim_reduce import _groups, _linalg, _quasi_newton, _state
 from optax_boost._methods._dim_reduce._state import DimReduceState
 from optax_boost._methods._dim_reduce._subspace import Subspace, check_subspace
@@ -168,16 +168,16 @@ class _DimReduce:
     if not callable(self.subspace):
       check_subspace(self.subspace)
     _groups.check_groups(self.groups)
-    _base.check_number("rho", self.rho, positive=True, below=1.0)
-    _base.check_number("sigma", self.sigma, minimum=0.0, below=1.0)
-    _base.check_number("gamma", self.gamma, minimum=0.0, below=1.0)
-    _base.check_learning_rate(self.alpha, "alpha")
+    _checks.check_number("rho", self.rho, positive=True, below=1.0)
+    _checks.check_number("sigma", self.sigma, minimum=0.0, below=1.0)
+    _checks.check_number("gamma", self.gamma, minimum=0.0, below=1.0)
+    _checks.check_learning_rate(self.alpha, "alpha")
     if isinstance(self.max_search, str):
-      _base.check_name("max_search", self.max_search, ("auto",))
+      _checks.check_name("max_search", self.max_search, ("auto",))
     elif self.max_search is not None:
-      _base.check_whole_number("max_search", self.max_search, static=True)
+      _checks.check_whole_number("max_search", self.max_search, static=True)
     if self.inner is not None:
-      self.inner = _base.check_transformation("inner", self.inner)
+      self.inner = _checks.check_transformation("inner", self.inner)
 
   @property
   def adaptive(self) -> bool:
@@ -244,7 +244,7 @@ class _DimReduce:
     if self.max_search is not None:
       value, value_fn = _checked_loss(value, value_fn)
     # Extra arguments are not masked where `updates` are.
-    _, extra = _masking.map_gradients(lambda g: g, updates, extra_args)
+    _, extra = _extra_args.map_gradients(lambda g: g, updates, extra_args)
     extra |= {"value": value, "value_fn": value_fn}
     extra = {name: argument for name, argument in extra.items() if argument is not None}
     groups = _groups.find_groups(params, self.groups, _METHOD)
@@ -393,10 +393,10 @@ def _project(state: DimReduceState, tree: Any, groups: _linalg.SubspaceGroups) -
 
 def _checked_loss(value: Any, value_fn: Any) -> tuple[jax.Array, Callable[..., jax.Array]]:
   """The loss at the params and elsewhere, which a line search needs."""
-  _base.require_extra(value, "value", _METHOD, "the loss at the params, on the current batch")
+  _extra_args.require_extra(value, "value", _METHOD, "the loss at the params, on the current batch")
   purpose = "a function from params to the loss on the current batch"
-  _base.require_extra(value_fn, "value_fn", _METHOD, purpose)
-  _base.check_callable("value_fn", value_fn, "value_fn(params)")
+  _extra_args.require_extra(value_fn, "value_fn", _METHOD, purpose)
+  _checks.check_callable("value_fn", value_fn, "value_fn(params)")
   needs_value = f"`{_METHOD}` needs the extra argument `value` to be the scalar loss; got"
   returned = f"`{_METHOD}` needs a `value_fn(params)` that returns the scalar loss; it returned"
   return _scalar(value, needs_value), lambda params: _scalar(value_fn(params), returned)
@@ -404,9 +404,9 @@ def _checked_loss(value: Any, value_fn: Any) -> tuple[jax.Array, Callable[..., j
 
 def _scalar(value: Any, requirement: str) -> jax.Array:
   """A loss as a floating-point array; TypeError for anything but a real scalar."""
-  number = _base.is_any_array(value) or isinstance(value, numbers.Real)
+  number = _checks.is_any_array(value) or isinstance(value, numbers.Real)
   if not number or jnp.shape(value) != () or not jnp.isrealobj(value):
-    got = f"an array of shape {jnp.shape(value)}" if number else _base.shorten(value)
+    got = f"an array of shape {jnp.shape(value)}" if number else _checks.shorten(value)
     raise TypeError(f"{requirement} {got}.")
   dtype = jnp.result_type(value)
   return jnp.asarray(value, dtype if jnp.issubdtype(dtype, jnp.floating) else jnp.float32)

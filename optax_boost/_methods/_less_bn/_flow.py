@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from optax_boost._foundation import _tree
+from optax_boost._foundation import _paths
 from optax_boost._trace import _jaxpr
 
 _MARK = "optax_boost.norm:"
@@ -96,7 +96,7 @@ def trace_flows(
   """
   of_arrays, arrays = on_arrays(apply, args, kwargs)
   closed = jax.make_jaxpr(of_arrays)((params, state), *arrays)
-  paths = _tree.leaf_paths(params)
+  paths = _paths.leaf_paths(params)
   first = len(closed.jaxpr.invars) - len(arrays)
   return [_follow(closed, paths, first + i) for i in range(len(arrays))]
 

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 
-from optax_boost._foundation import _base
+from optax_boost._foundation import _checks, _warnings
 from optax_boost._methods._less_bn import _flow
 
 Role: TypeAlias = Literal["outside", "shortcut", "inner", "last"]
@@ -71,11 +71,13 @@ def make_plan(
   on_plan: PlanCallback | None,
 ) -> Plan:
   """Checks the arguments of a public function and makes its plan from a trace of the model."""
-  _base.check_bool("fn_flag", fn_flag)
-  _base.check_callable("predicate", predicate, "predicate(place: NormPlace) -> bool", optional=True)
-  _base.check_callable("on_plan", on_plan, "on_plan(plan: Plan)", optional=True)
+  _checks.check_bool("fn_flag", fn_flag)
+  _checks.check_callable(
+    "predicate", predicate, "predicate(place: NormPlace) -> bool", optional=True
+  )
+  _checks.check_callable("on_plan", on_plan, "on_plan(plan: Plan)", optional=True)
   if not any(map(_flow.is_abstract, jax.tree.leaves((args, kwargs)))):
-    got = ", ".join(map(_base.shorten, [*args, *kwargs.values()])) or "none"
+    got = ", ".join(map(_checks.shorten, [*args, *kwargs.values()])) or "none"
     raise ValueError(
       "`less_bn` traces the model, so it needs the model's inputs, arrays or"
       f" jax.ShapeDtypeStruct, as for a call; got {got}."
@@ -86,17 +88,17 @@ def make_plan(
   removed = tuple(path for path, place in places.items() if (predicate or _goes)(place))
   if not removed:
     shown = "\n".join(f"  {p.path}: {p.role}, {p.layers} layers" for p in places.values())
-    _base.warn(
+    _warnings.warn(
       "`less_bn` removes no BatchNorm: none is inside a bottleneck block's residual branch, or"
       f" `predicate` selects none. The model's BatchNorms:\n{shown or '  none'}",
-      _base.NoEffectWarning,
+      _warnings.NoEffectWarning,
     )
   head = _last_dense(flows, dense) if fn_flag else None
   if fn_flag and head is None:
-    _base.warn(
+    _warnings.warn(
       "`less_bn` finds no last dense layer to normalize: a layer with other weights comes after"
       " each of them, or there is none. Pass fn_flag=False.",
-      _base.NoEffectWarning,
+      _warnings.NoEffectWarning,
     )
   plan = Plan(removed, head, len(norms))
   if on_plan is not None:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_boost._foundation import _arrays
+from optax_boost._foundation import _placement
 from optax_boost._methods._sgperm import _layout, _sorting
 
 # Weights in a block, on a CPU and on accelerators (for these a guess, to bound memory).
@@ -184,7 +184,7 @@ def _across_devices(
 def _mesh_of(arrays: list[jax.Array]) -> jax.sharding.AbstractMesh | None:
   """The arrays' mesh of several devices, if the compiler chooses its shardings."""
   meshes = [jax.typeof(x).sharding.mesh for x in arrays if isinstance(x, jax.core.Tracer)]
-  return next((m for m in meshes if m.size > 1 and _arrays.has_auto_axes_only(m)), None)
+  return next((m for m in meshes if m.size > 1 and _placement.has_auto_axes_only(m)), None)
 
 
 def _exchanged(

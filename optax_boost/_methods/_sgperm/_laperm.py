@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_boost._form import _protocol, _transformation
-from optax_boost._foundation import _arrays, _base, _conditional, _types
+from optax_boost._foundation import _arrays, _checks, _conditionals, _types
 from optax_boost._methods._sgperm import _execution, _fast, _layout, _sorting
 from optax_boost._trace import _layer_axes
 
@@ -108,9 +108,9 @@ def laperm(
     Qiu, Suda, `Train-by-Reconnect: Decoupling Locations of Weights from Their Values
     <https://arxiv.org/abs/2006.07541>`_, 2020.
   """
-  inner = _base.check_transformation("inner", inner)
+  inner = _checks.check_transformation("inner", inner)
   if not callable(sync_every):
-    _base.check_whole_number("sync_every", sync_every)
+    _checks.check_whole_number("sync_every", sync_every)
   cutter = _layout.Cutter(_METHOD, layout, layers, exclude)
   return _Laperm(inner, sync_every, cutter).transformation()
 
@@ -169,7 +169,7 @@ class _Laperm(NamedTuple):
     weights = [state.permuted_params, state.permutation]
     synchronize = functools.partial(_synchronize, [layouts[i] for i in permuted])
     # Sorts run only when they are due.
-    permuted_steps, weights = _conditional.cond(
+    permuted_steps, weights = _conditionals.cond(
       due, synchronize, lambda *lists: lists[:2], permuted_steps, weights, currents
     )
     for i, u in zip(permuted, permuted_steps, strict=True):

@@ -9,7 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_boost._form import _finiteness
-from optax_boost._foundation import _base, _tree, _types
+from optax_boost._foundation import (
+  _checks,
+  _leaf_names,
+  _paths,
+  _selectors,
+  _tree_checks,
+  _trees,
+  _types,
+)
 from optax_boost._methods import _leaves
 from optax_boost._trace import _layer_axes
 
@@ -67,22 +75,22 @@ class Cutter:
     layers: _layer_axes.LayerAxes | None,
     exclude: _types.LeafSelector = None,
   ) -> None:
-    _base.check_name("layout", layout, ("flax", "torch"))
+    _checks.check_name("layout", layout, ("flax", "torch"))
     self._method, self._layers = method, _leaves.check_layers(layers)
 
     def layout_of(leaf: _layer_axes.Leaf, excluded: bool) -> Layout:
-      vector = len(leaf.axes_of_layer) <= 1 or _tree.is_bias_or_norm(leaf.path)
+      vector = len(leaf.axes_of_layer) <= 1 or _leaf_names.is_bias_or_norm(leaf.path)
       fan_in = leaf.axes_of_layer if vector else _layer_axes.fan_in(leaf, layout)
-      return Layout(_tree.leaf_name(leaf.path), leaf.shape, fan_in, excluded)
+      return Layout(_paths.leaf_name(leaf.path), leaf.shape, fan_in, excluded)
 
     def layouts(tree: Any, layers: _layer_axes.LayerAxes | None) -> list[Layout]:
-      excluded = _tree.select(tree, exclude, "exclude")
+      excluded = _selectors.select(tree, exclude, "exclude")
       leaves = _layer_axes.leaves_of(tree, layers)
       permuted = [leaf for leaf, skip in zip(leaves, excluded, strict=True) if not skip]
       _leaves.warn_of_unknown_axes(method, permuted, layers)
       return list(map(layout_of, leaves, excluded))
 
-    self._layouts = _tree.once_per_tree(layouts)
+    self._layouts = _trees.once_per_tree(layouts)
 
   def for_init(self, params: Any) -> list[Layout]:
     """The layouts of all leaves; ``update`` may get `layers` that change their axes.
@@ -105,7 +113,7 @@ class Cutter:
     layouts: list[Layout] = self._layouts(params, self._layers or _leaves.check_layers(layers))
     shapes = [lay.shape for lay in layouts if not lay.excluded]
     state_shapes = [jnp.shape(x) for x in jax.tree.leaves(state.permuted_params)]
-    _base.check_shapes_of_state(self._method, state_shapes, shapes)
+    _tree_checks.check_shapes_of_state(self._method, state_shapes, shapes)
     return layouts
 
 

@@ -14,7 +14,15 @@ import numpy as np
 import optax
 
 from optax_boost._form import _protocol
-from optax_boost._foundation import _arrays, _base, _files, _masking, _tree
+from optax_boost._foundation import (
+  _arrays,
+  _checks,
+  _files,
+  _masks,
+  _paths,
+  _placement,
+  _tree_checks,
+)
 from optax_boost._methods._sgperm import _execution
 
 
@@ -60,11 +68,11 @@ class PermutedParams(NamedTuple):
       ValueError: the integers are not a permutation of these params: another tree or shape, or an
         index is out of range or occurs twice (checked outside ``jit``).
     """
-    leaves, structure = jax.tree.flatten(initial, is_leaf=_tree.is_masked)
-    paths = _tree.leaf_paths(initial, _tree.is_masked)
+    leaves, structure = jax.tree.flatten(initial, is_leaf=_masks.is_masked)
+    paths = _paths.leaf_paths(initial, _masks.is_masked)
     indices = _aligned(permutation, initial)
     permuted = [
-      _permuted(_tree.leaf_name(path), leaf, index)
+      _permuted(_paths.leaf_name(path), leaf, index)
       for path, leaf, index in zip(paths, leaves, indices, strict=True)
     ]
     return cls(jax.tree.unflatten(structure, permuted), permutation)
@@ -84,17 +92,17 @@ class PermutedParams(NamedTuple):
       OSError: the file can't be written; an old one is unchanged.
     """
     arrays: dict[str, Any] = {}
-    paths = _tree.leaf_paths(self.params, _tree.is_masked)
-    leaves = jax.tree.leaves(self.params, is_leaf=_tree.is_masked)
-    indices = jax.tree.leaves(self.permutation, is_leaf=_tree.is_masked)
+    paths = _paths.leaf_paths(self.params, _masks.is_masked)
+    leaves = jax.tree.leaves(self.params, is_leaf=_masks.is_masked)
+    indices = jax.tree.leaves(self.permutation, is_leaf=_masks.is_masked)
     for name, x, index in zip(paths, leaves, indices, strict=True):
-      if _tree.is_masked(x):
+      if _masks.is_masked(x):
         raise ValueError(
           "`PermutedParams.save` needs the values of leaves that are not permuted; got none for the"
-          f" leaf '{_tree.leaf_name(name)}'. Call `permuted_params(opt_state, params)`."
+          f" leaf '{_paths.leaf_name(name)}'. Call `permuted_params(opt_state, params)`."
         )
       values = _on_this_host(x)
-      if _tree.is_masked(index):
+      if _masks.is_masked(index):
         arrays[f"values/{name}"] = _widened(values)
         continue
       axes = _moving_axes(_on_this_host(index))
@@ -121,11 +129,11 @@ class PermutedParams(NamedTuple):
     """
     arrays = _read(path)
     leaves, structure = jax.tree.flatten(initial)
-    names, saved = _tree.leaf_paths(initial), {name.partition("/")[2] for name in arrays}
+    names, saved = _paths.leaf_paths(initial), {name.partition("/")[2] for name in arrays}
     if set(names) != saved:
       raise ValueError(
         f"`initial` must be the params that the training started from; '{os.fspath(path)}' has the"
-        f" leaves {_base.shorten(sorted(saved))}, and `initial` {_base.shorten(names)}."
+        f" leaves {_checks.shorten(sorted(saved))}, and `initial` {_checks.shorten(names)}."
       )
     loaded = [_decoded(arrays, name, leaf) for name, leaf in zip(names, leaves, strict=True)]
     values, permutation = zip(*loaded, strict=True)
@@ -166,28 +174,28 @@ def permuted_params(
       "`permuted_params` needs a state with exactly one of `sgperm` and `laperm` in it; got"
       f" {len(states)}. Pass the part of the optimizer state that belongs to one of them."
     )
-  _base.require_one_run(states[0].count, "permuted_params")
+  _tree_checks.require_one_run(states[0].count, "permuted_params")
   # Copied: a train step that donates its state would take these arrays with it.
   exact, permutation = _arrays.copy_arrays((states[0].permuted_params, states[0].permutation))
   if params is None:
     return PermutedParams(exact, permutation)
-  leaves, structure = jax.tree.flatten(params, is_leaf=_tree.is_masked)
+  leaves, structure = jax.tree.flatten(params, is_leaf=_masks.is_masked)
   pairs = zip(leaves, _aligned(exact, params), strict=True)
-  values = [p if _tree.is_masked(x) else x for p, x in pairs]
+  values = [p if _masks.is_masked(x) else x for p, x in pairs]
   trees = (values, _aligned(permutation, params))
   return PermutedParams(*(jax.tree.unflatten(structure, tree) for tree in trees))
 
 
 def _on_this_host(x: Any) -> np.ndarray:
   """An array on this host; where processes have parts of it, all must call this."""
-  if _arrays.is_whole_here(x):
+  if _placement.is_whole_here(x):
     return np.asarray(x)
   return np.asarray(multihost_utils.process_allgather(x, tiled=True))
 
 
 def _aligned(tree: Any, params: optax.Params) -> list[Any]:
   """The leaves of a tree like the params, in the order of the params'."""
-  leaves = _masking.leaves_like(tree, params)
+  leaves = _masks.leaves_like(tree, params)
   if leaves is None:
     raise ValueError(
       f"`params` must be of the tree that was permuted, {jax.tree.structure(tree)}; got"
@@ -198,7 +206,7 @@ def _aligned(tree: Any, params: optax.Params) -> list[Any]:
 
 def _permuted(name: str, start: Any, index: Any) -> Any:
   """A leaf after a permutation of its entries, which is checked."""
-  if _tree.is_masked(start) or _tree.is_masked(index):
+  if _masks.is_masked(start) or _masks.is_masked(index):
     return start
   integers = jnp.issubdtype(jnp.result_type(index), jnp.integer)
   if not integers or jnp.shape(index) != jnp.shape(start):
@@ -216,7 +224,7 @@ def _permuted(name: str, start: Any, index: Any) -> Any:
 
 def check_indices(index: Any, size: int, argument: str, name: str) -> None:
   """Refuses integers (`size`, ...) whose columns don't hold 0 to `size` - 1 once, if known."""
-  if isinstance(index, jax.core.Tracer) or not size or not _arrays.is_whole_here(index):
+  if isinstance(index, jax.core.Tracer) or not size or not _placement.is_whole_here(index):
     return
   columns = np.sort(np.asarray(index).reshape(size, -1), axis=0)
   wrong = columns[columns != np.arange(size)[:, None]]
@@ -247,7 +255,7 @@ def _decoded(arrays: dict[str, np.ndarray], name: str, leaf: Any) -> tuple[Any, 
   start, sharding = _on_this_host(leaf), jnp.asarray(leaf).sharding
   values = arrays.get(f"values/{name}")
   if values is not None and values.shape == start.shape:
-    return _arrays.put(values.astype(start.dtype), sharding), optax.MaskedNode()
+    return _placement.put(values.astype(start.dtype), sharding), optax.MaskedNode()
   axes = arrays[f"axes/{name}"].tolist() if f"axes/{name}" in arrays else None
   if axes is not None and all(axis < start.ndim for axis in axes):
     ranks, first = arrays[f"ranks/{name}"], _columns(_bits(start), axes)
@@ -262,10 +270,10 @@ def _decoded(arrays: dict[str, np.ndarray], name: str, leaf: Any) -> tuple[Any, 
       index.reshape(-1)[entries] = moved
       values = start.reshape(-1)[index]
       if _checksum(values) == arrays[f"checksum/{name}"]:
-        return _arrays.put(values, sharding), _arrays.put(index, sharding)
+        return _placement.put(values, sharding), _placement.put(index, sharding)
   raise ValueError(
     "`initial` must be the params that the training started from; the leaf"
-    f" '{_tree.leaf_name(name)}', {start.shape}, is another. Make them with the same function"
+    f" '{_paths.leaf_name(name)}', {start.shape}, is another. Make them with the same function"
     " and seed, and the same version and implementation of the random numbers."
   )
 

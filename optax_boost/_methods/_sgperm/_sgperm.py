@@ -26,7 +26,7 @@ import numpy as np
 import optax
 
 from optax_boost._form import _finiteness, _protocol, _transformation
-from optax_boost._foundation import _arrays, _base, _tree
+from optax_boost._foundation import _arrays, _checks, _trees
 from optax_boost._methods._sgperm import (
   _device,
   _execution,
@@ -171,18 +171,18 @@ def sgperm(
     of their weights, equal ones in natural order. Leaves of any rank are permuted. Inside
     ``shard_map`` they must be whole: a permutation counts the entries of the whole leaf.
   """
-  _base.check_number("alpha", alpha, minimum=0.0)
-  _base.check_number("lamda", lamda, positive=True, maximum=1.0)
-  _base.check_number("beta1", beta1, positive=True, maximum=1.0)
-  _base.check_number("beta2", beta2, positive=True)
-  _base.check_number("alpha_min", alpha_min, minimum=0.0)
-  _base.check_number("lamda_max", lamda_max, positive=True, maximum=1.0)
-  _base.check_number("momentum_lr", momentum_lr, positive=True)
-  _base.check_number("momentum", momentum, minimum=0.0, below=1.0)
-  _base.check_whole_number("partition_size_min", partition_size_min, static=True)
-  _base.check_bool("include_partition_remainder", include_partition_remainder)
-  _base.check_name("method", method, ("exact", "pairs", "rank"))
-  _base.check_name("backend", backend, ("auto", "device", "host"))
+  _checks.check_number("alpha", alpha, minimum=0.0)
+  _checks.check_number("lamda", lamda, positive=True, maximum=1.0)
+  _checks.check_number("beta1", beta1, positive=True, maximum=1.0)
+  _checks.check_number("beta2", beta2, positive=True)
+  _checks.check_number("alpha_min", alpha_min, minimum=0.0)
+  _checks.check_number("lamda_max", lamda_max, positive=True, maximum=1.0)
+  _checks.check_number("momentum_lr", momentum_lr, positive=True)
+  _checks.check_number("momentum", momentum, minimum=0.0, below=1.0)
+  _checks.check_whole_number("partition_size_min", partition_size_min, static=True)
+  _checks.check_bool("include_partition_remainder", include_partition_remainder)
+  _checks.check_name("method", method, ("exact", "pairs", "rank"))
+  _checks.check_name("backend", backend, ("auto", "device", "host"))
   schedules = _schedules.Schedules(alpha, lamda, beta1, beta2, alpha_min, lamda_max)
   draws = method == "pairs" or (method == "exact" and not schedules.always_whole)
   if key is None and draws:
@@ -199,7 +199,7 @@ def sgperm(
     remainder=include_partition_remainder,
     method=method,
     backend=backend,
-    key=_base.as_key("key", 0 if key is None else key),
+    key=_checks.as_key("key", 0 if key is None else key),
   )
   return _transformation.transformation(
     _METHOD, SgpermState, transform.init, transform.step, needs_params=True
@@ -257,7 +257,7 @@ class _Sgperm:
       [state.permuted_params, state.permutation, *([state.ranks] if self.method == "rank" else [])],
       [momentum, *_orders_to_replay(partitions, updates, layouts)],
     )
-    steps = _tree.map_leaves(_layout.difference, updates, params, exact)
+    steps = _trees.map_leaves(_layout.difference, updates, params, exact)
     return steps, state._replace(
       count=optax.safe_increment(state.count),
       alpha=self.schedules.alpha(state.count),

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_boost._form import _compositions
-from optax_boost._foundation import _conditional, _masking
+from optax_boost._foundation import _masks, _placement
 from optax_boost._wrappers._freezing import _state_layout
 
 # Equal for groups that one call serves.
@@ -67,7 +67,7 @@ class GroupCounts:
     is_trained = (np.arange(len(self.classes), dtype=np.int32) >= depth) & jnp.asarray(made)
 
     def advance(place: int, vector: jax.Array) -> jax.Array:
-      x, y = _conditional.in_device_memory(old[place]), _conditional.in_device_memory(new[place])
+      x, y = _placement.in_device_memory(old[place]), _placement.in_device_memory(new[place])
       moved = y if vector.dtype == bool else vector + (y - x)
       return jnp.where(is_trained, moved, vector)
 
@@ -120,7 +120,7 @@ class GroupCounts:
           )
           results[keys[group]] = update(gradients, own, params)
       updates, states = zip(*results.values(), strict=True)
-      groups = _masking.mask_like(self.groups, gradients)
+      groups = _masks.mask_like(self.groups, gradients)
       return _take(keys, list(results), groups, updates), _take(keys, list(results), owners, states)
 
     return by_class

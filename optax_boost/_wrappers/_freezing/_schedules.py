@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_boost._foundation import _base
+from optax_boost._foundation import _checks, _warnings
 
 # Shares of steps are exact as fractions up to this denominator.
 _LONGEST_PERIOD = 10_000
@@ -57,17 +57,17 @@ class FreezeSchedule:
     object.__setattr__(self, "num_groups", _check_num_groups(self.num_groups))
     if self.depths is not None:
       object.__setattr__(self, "depths", _check_depths(self.depths, self.num_groups))
-    _base.check_callable("lasts", self.lasts, "lasts(step)", optional=True)
-    _base.check_callable("frozen_groups", self.frozen_groups, "frozen_groups(step, key)")
-    _base.check_callable(
+    _checks.check_callable("lasts", self.lasts, "lasts(step)", optional=True)
+    _checks.check_callable("frozen_groups", self.frozen_groups, "frozen_groups(step, key)")
+    _checks.check_callable(
       "learning_rate_scale", self.learning_rate_scale, "learning_rate_scale(step)", optional=True
     )
 
 
 def scalar_depth(depth: Any) -> jax.Array:
   """Raises TypeError unless a schedule returned a scalar integer."""
-  if _base.is_integer(depth):
-    depth = np.int32(min(max(int(depth), 0), _base.LARGEST_COUNT))
+  if _checks.is_integer(depth):
+    depth = np.int32(min(max(int(depth), 0), _checks.LARGEST_COUNT))
   words = "a scalar integer, how many groups are frozen"
   _check_returned("frozen_groups(step, key)", depth, (), jnp.integer, words)
   return jnp.asarray(depth)
@@ -75,7 +75,9 @@ def scalar_depth(depth: Any) -> jax.Array:
 
 def steps_with_depth(lasts: Any) -> jax.Array:
   """Raises TypeError unless a schedule returned for how many steps its depth stays."""
-  lasts = np.int32(min(max(lasts, 1), _base.LARGEST_COUNT)) if _base.is_integer(lasts) else lasts
+  lasts = (
+    np.int32(min(max(lasts, 1), _checks.LARGEST_COUNT)) if _checks.is_integer(lasts) else lasts
+  )
   _check_returned("lasts(step)", lasts, (), jnp.integer, "a scalar integer, a number of steps")
   return jnp.asarray(lasts).astype(jnp.int32)
 
@@ -88,25 +90,25 @@ def scale_per_group(scale: Any, num_groups: int) -> jax.Array:
 
 
 def _check_returned(call: str, value: Any, shape: tuple[int, ...], kind: Any, words: str) -> None:
-  array = _base.is_any_array(value) or isinstance(value, np.generic)
+  array = _checks.is_any_array(value) or isinstance(value, np.generic)
   fits = array and jnp.shape(value) == shape and jnp.isrealobj(value)
   if not (fits and jnp.issubdtype(jnp.result_type(value), kind)):
-    got = f"{jnp.result_type(value)}{jnp.shape(value)}" if array else _base.shorten(value)
+    got = f"{jnp.result_type(value)}{jnp.shape(value)}" if array else _checks.shorten(value)
     raise TypeError(f"`{call}` of a FreezeSchedule must return {words}; it returned {got}.")
 
 
 def _check_num_groups(num_groups: Any) -> int:
-  _base.check_whole_number("num_groups", num_groups, maximum=_MOST_GROUPS, static=True)
+  _checks.check_whole_number("num_groups", num_groups, maximum=_MOST_GROUPS, static=True)
   return int(num_groups)
 
 
 def _check_depths(depths: Any, num_groups: int) -> tuple[int, ...]:
   values = tuple(np.asarray(depths).tolist()) if np.ndim(depths) == 1 else ()
-  fits = values and all(map(_base.is_integer, values))
+  fits = values and all(map(_checks.is_integer, values))
   if not (fits and min(values) >= 0 and max(values) < num_groups):
     raise ValueError(
       f"`depths` must be integers from 0 to {num_groups - 1}, how many groups a step may freeze;"
-      f" got {_base.shorten(depths)}."
+      f" got {_checks.shorten(depths)}."
     )
   return tuple(sorted(set(values)))
 
@@ -114,7 +116,7 @@ def _check_depths(depths: Any, num_groups: int) -> tuple[int, ...]:
 def _spread_depths(num_groups: Any, max_depths: Any) -> np.ndarray:
   """The depths of a schedule, ascending from 0 to ``num_groups - 1``."""
   num_groups = _check_num_groups(num_groups)
-  _base.check_whole_number("max_depths", max_depths, minimum=2, static=True)
+  _checks.check_whole_number("max_depths", max_depths, minimum=2, static=True)
   last = min(num_groups, int(max_depths)) - 1
   # The integers nearest to an even spread.
   places = 2 * np.arange(last + 1) * (num_groups - 1) + last
@@ -123,8 +125,8 @@ def _spread_depths(num_groups: Any, max_depths: Any) -> np.ndarray:
 
 def _python_number(name: str, value: Any, **limits: Any) -> float:
   """Checks a number from which a schedule is computed on the host."""
-  _base.check_number(name, value, **limits)
-  if _base.is_array(value):
+  _checks.check_number(name, value, **limits)
+  if _checks.is_array(value):
     raise TypeError(
       f"`{name}` must be a Python number, since the schedule is computed on the host; got an"
       f" array. Pass float({name})."
@@ -175,14 +177,14 @@ def continuous_freezing(
   freeze_p = float(1 - near) if abs(near - share) <= _ROUNDING else 1 - share
   full = math.floor(freeze_p * (len(depths) - 1) / (1 - freeze_p))
   if full == 0:
-    _base.warn(
+    _warnings.warn(
       f"`continuous_freezing` of {num_groups} groups in {share:.4g} of the steps freezes"
       " something in every step: the first group is never trained. Lower `frozen_fraction` to"
       f" {(len(depths) - 1) / len(depths):.4g} or less, or use `interval_freezing`.",
       UserWarning,
     )
   # A turn is at most as long as the steps that an int32 counts.
-  full = min(full, _base.LARGEST_COUNT - len(depths))
+  full = min(full, _checks.LARGEST_COUNT - len(depths))
   turn = full + len(depths) - 1
 
   def frozen_groups(count: jax.Array, key: jax.Array) -> jax.Array:
@@ -302,16 +304,16 @@ def progressive_freezing(
     Brock, Lim, Ritchie, Weston, `FreezeOut <https://arxiv.org/abs/1706.04983>`_, 2017.
   """
   depths = _spread_depths(num_groups, max_depths)
-  _base.check_whole_number("total_steps", total_steps, static=True)
+  _checks.check_whole_number("total_steps", total_steps, static=True)
   start = float(_python_number("first", first, positive=True, below=1.0))
   exponent = float(_python_number("power", power, positive=True))
-  _base.check_bool("anneal", anneal)
+  _checks.check_bool("anneal", anneal)
   place = depths / (num_groups - 1) if num_groups > 1 else np.ones(1)
   ends = np.maximum(np.round(total_steps * (start + (1 - start) * place**exponent)), 1)
   # The time of a group is the end of the last depth at which it is not frozen.
   times = ends[np.searchsorted(depths, np.arange(num_groups), side="right") - 1]
   # The last depth stays for ever.
-  changes = np.append(ends[:-1], _base.LARGEST_COUNT).astype(np.int32)
+  changes = np.append(ends[:-1], _checks.LARGEST_COUNT).astype(np.int32)
 
   def period(count: jax.Array) -> jax.Array:
     return jnp.sum(count >= changes[:-1], dtype=jnp.int32)
@@ -355,18 +357,18 @@ def fixed_freezing(
     [8, 8, 0]
   """
   num_groups = _check_num_groups(num_groups)
-  _base.check_whole_number(
+  _checks.check_whole_number(
     "frozen_groups", frozen_groups, minimum=0, maximum=num_groups - 1, static=True
   )
-  end = _base.LARGEST_COUNT
+  end = _checks.LARGEST_COUNT
   if steps is not None:
-    _base.check_whole_number("steps", steps, static=True)
+    _checks.check_whole_number("steps", steps, static=True)
     end = int(steps)
   return FreezeSchedule(
     num_groups,
     lambda count, key: jnp.where(jnp.asarray(count) < end, frozen_groups, 0),
     depths=(frozen_groups,) if steps is None else (0, frozen_groups),
-    lasts=lambda count: jnp.where(count < end, end - count, _base.LARGEST_COUNT),
+    lasts=lambda count: jnp.where(count < end, end - count, _checks.LARGEST_COUNT),
   )
 
 
@@ -397,7 +399,7 @@ def gradual_unfreezing(
     Howard, Ruder, `Universal Language Model Fine-tuning <https://arxiv.org/abs/1801.06146>`_, 2018.
   """
   depths = _spread_depths(num_groups, max_depths)
-  _base.check_whole_number("every", every, static=True)
+  _checks.check_whole_number("every", every, static=True)
   # The depth for each number of groups that would be frozen if every group had a depth.
   allowed = depths[np.searchsorted(depths, np.arange(num_groups), side="right") - 1]
 
@@ -408,6 +410,6 @@ def gradual_unfreezing(
     depth = jnp.asarray(allowed)[jnp.maximum(num_groups - 1 - count // every, 0)]
     # It stays until one group less than the depth would be frozen.
     thaw = (num_groups - depth) * every
-    return jnp.where(depth == 0, _base.LARGEST_COUNT, thaw - count)
+    return jnp.where(depth == 0, _checks.LARGEST_COUNT, thaw - count)
 
   return FreezeSchedule(num_groups, frozen_groups, depths=depths, lasts=lasts)

@@ -19,7 +19,7 @@ import numpy as np
 import optax
 
 from optax_boost._form import _compositions
-from optax_boost._foundation import _tree
+from optax_boost._foundation import _masks
 from optax_boost._trace import _layer_groups
 
 # The names of step counts in the states of optax. Others count something else: `mini_step` the
@@ -155,10 +155,10 @@ class _OfParams:
 
   def __init__(self, tree: Any, groups: Any):
     masked_or_group = jax.tree.map(
-      lambda value, group: value if _tree.is_masked(value) else group,
+      lambda value, group: value if _masks.is_masked(value) else group,
       tree,
       groups,
-      is_leaf=_tree.is_masked,
+      is_leaf=_masks.is_masked,
     )
     self.groups: list[LeafGroup] = jax.tree.leaves(masked_or_group)
 

@@ -15,7 +15,15 @@ import numpy as np
 import optax
 
 from optax_boost._form import _driver, _form, _protocol, _transformation
-from optax_boost._foundation import _arrays, _base, _conditional, _masking, _tree
+from optax_boost._foundation import (
+  _arrays,
+  _checks,
+  _extra_args,
+  _masks,
+  _placement,
+  _tree_checks,
+  _warnings,
+)
 from optax_boost._trace import _layer_groups
 from optax_boost._wrappers._freezing import _group_counts, _schedules, _state_layout
 
@@ -117,20 +125,20 @@ def freeze_layers(
   References:
     Brock, Lim, Ritchie, Weston, `FreezeOut <https://arxiv.org/abs/1706.04983>`_, 2017.
   """
-  inner = _base.check_transformation("inner", inner)
+  inner = _checks.check_transformation("inner", inner)
   num_groups = _layer_groups.count_groups(groups)
-  _base.check_type("schedule", schedule, _schedules.FreezeSchedule, "a FreezeSchedule")
+  _checks.check_type("schedule", schedule, _schedules.FreezeSchedule, "a FreezeSchedule")
   if schedule.num_groups != num_groups:
     raise ValueError(
       f"`schedule` must be for the same number of groups as `groups`; got {schedule.num_groups}"
       f" and {num_groups}."
     )
-  _base.check_name("counts", counts, ("group", "run"), optional=True)
+  _checks.check_name("counts", counts, ("group", "run"), optional=True)
   method = _FreezeLayers(
     inner,
     schedule,
     _layer_groups.numbering(groups, "freeze_layers"),
-    _base.as_key("key", key),
+    _checks.as_key("key", key),
     counts,
     tuple(_group_counts.classes_of(schedule.depths, num_groups)),
   )
@@ -162,7 +170,7 @@ class _FreezeLayers:
   classes: tuple[int, ...]
 
   def init(self, params: optax.Params) -> FreezeLayersState:
-    _tree.refuse_pair(params, "freeze_layers")
+    _tree_checks.refuse_pair(params, "freeze_layers")
     numbers = self.number(params)
     _check_last_group(numbers, params, self.schedule.num_groups)
     inner_state = self.inner.init(params)
@@ -180,7 +188,7 @@ class _FreezeLayers:
       key=key_data,
       hidden=_protocol.hidden_leaves(params),
       group_counts=tuple(
-        jnp.full(self.schedule.num_groups, _conditional.in_device_memory(leaves[place]))
+        jnp.full(self.schedule.num_groups, _placement.in_device_memory(leaves[place]))
         for place in layout.counts
       ),
       inner_state=inner_state,
@@ -204,7 +212,7 @@ class _FreezeLayers:
       return jax.tree.map(lambda n, g: frozen(n, jnp.zeros_like(g), g), numbers, tree)
 
     def gradients() -> tuple[optax.Updates, dict[str, Any]]:
-      return _masking.map_gradients(zero_frozen, *call.gradients())
+      return _extra_args.map_gradients(zero_frozen, *call.gradients())
 
     def change(
       tx: optax.GradientTransformationExtraArgs,
@@ -274,7 +282,7 @@ class _FreezeLayers:
 def _warn_of_counts(layout: _state_layout.StateLayout) -> None:
   shared = [*layout.shared, *layout.hidden]
   if shared:
-    _base.warn(
+    _warnings.warn(
       f"`freeze_layers` keeps one step count for all groups in {', '.join(shared)}: it can't tell"
       " whether the count belongs to the moments of the leaves or to the run. The first steps of a"
       " layer that is thawed late may be too long. Warm the learning rate up after each thaw, or"
@@ -282,7 +290,7 @@ def _warn_of_counts(layout: _state_layout.StateLayout) -> None:
       UserWarning,
     )
   if layout.assumed:
-    _base.warn(
+    _warnings.warn(
       f"`freeze_layers` keeps a step count for each group in {', '.join(layout.assumed)}, for the"
       " moments beside it. If a learning rate schedule reads this count, say that it is the run's:"
       ' `freeze_layers(..., counts="run")`; if none does, `counts="group"`.',
@@ -294,7 +302,7 @@ def _check_last_group(numbers: Any, params: optax.Params, num_groups: int) -> No
   """Raises ValueError if no leaf is in the last group, the only one that is never frozen."""
   last = [int(np.max(number)) for number in jax.tree.leaves(numbers)]
   # Leaves that a mask hides may train elsewhere.
-  if last and max(last) < num_groups - 1 and not _tree.masked_paths(params):
+  if last and max(last) < num_groups - 1 and not _masks.masked_paths(params):
     raise ValueError(
       "`groups` must leave a leaf in the last group, which is never frozen; got none in group"
       f" {num_groups - 1} of {num_groups}: a step with {max(last) + 1} frozen groups trains"

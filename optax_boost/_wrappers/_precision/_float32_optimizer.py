@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_boost._form import _driver, _finiteness, _protocol, _transformation
-from optax_boost._foundation import _arrays, _base, _conditional, _masking, _tree, _types
+from optax_boost._foundation import _arrays, _checks, _extra_args, _masks, _mesh_axes, _types
 from optax_boost._wrappers._precision import _rounding
 
 
@@ -99,7 +99,7 @@ class _Float32Optimizer:
 
   def _agree(self, flag: jax.Array) -> jax.Array:
     """Whether a flag holds on all devices, so that all run the inner collectives, or none does."""
-    return _conditional.agree(flag, self.axis_name, self.method)
+    return _mesh_axes.agree(flag, self.axis_name, self.method)
 
   def _step_key(self, state: Any) -> jax.Array | None:
     if self.key is None or state.key is None:
@@ -137,13 +137,13 @@ def make_wrapper(
   check: str,
 ) -> optax.GradientTransformationExtraArgs:
   """Checks the arguments of a factory and makes its wrapper."""
-  _base.check_axis_name("axis_name", axis_name)
-  _base.check_name("check", check, ("updates", "gradients"))
+  _mesh_axes.check_axis_name("axis_name", axis_name)
+  _checks.check_name("check", check, ("updates", "gradients"))
   wrapper = _Float32Optimizer(
     method,
     state_type,
-    _base.check_transformation("inner", inner),
-    None if key is None else _base.as_key("key", key),
+    _checks.check_transformation("inner", inner),
+    None if key is None else _checks.as_key("key", key),
     axis_name,
     check == "updates",
   )
@@ -165,7 +165,7 @@ def _inner_arguments(
   """The gradients and extra arguments in float32, as the inner optimizer gets them."""
 
   def full_gradient(*args: Any, **kwargs: Any) -> Any:
-    return _widen(_masking.mask_like(extra_args["full_grad_fn"](*args, **kwargs), updates))
+    return _widen(_masks.mask_like(extra_args["full_grad_fn"](*args, **kwargs), updates))
 
   # `inner` calls these functions with float32 params; the model computes in its own dtype.
   closures = {name: extra_args.get(name) for name in _CLOSURES}
@@ -174,19 +174,19 @@ def _inner_arguments(
   extra = extra_args | {
     name: _cast_params_first(function, params) for name, function in closures.items() if function
   }
-  return _masking.map_gradients(_widen, updates, extra)
+  return _extra_args.map_gradients(_widen, updates, extra)
 
 
 def _cast_params_first(function: Any, params: optax.Params) -> Any:
   """A function of float32 params: casts them to the dtypes of `params`, then calls `function`."""
 
   def cast(x: Any, p: Any) -> Any:
-    return x if _tree.is_masked(x) else x.astype(p.dtype)
+    return x if _masks.is_masked(x) else x.astype(p.dtype)
 
   def call(float32_params: optax.Params, *args: Any) -> Any:
-    return function(jax.tree.map(cast, float32_params, params, is_leaf=_tree.is_masked), *args)
+    return function(jax.tree.map(cast, float32_params, params, is_leaf=_masks.is_masked), *args)
 
-  return _masking.ignoring_closures(call)
+  return _extra_args.ignoring_closures(call)
 
 
 def _difference(rounded: optax.Params, params: optax.Params) -> optax.Updates:

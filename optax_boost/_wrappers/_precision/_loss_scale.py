@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_boost._form import _driver, _finiteness, _protocol, _transformation
-from optax_boost._foundation import _arrays, _base, _conditional, _masking
+from optax_boost._foundation import _arrays, _checks, _extra_args, _mesh_axes
 
 _METHOD = "dynamic_loss_scale"
 
@@ -151,14 +151,14 @@ def dynamic_loss_scale(
     Micikevicius et al., `Mixed Precision Training <https://arxiv.org/abs/1710.03740>`_, 2018.
   """
   if growth_interval is not None:
-    _base.check_whole_number("growth_interval", growth_interval)
-  _base.check_whole_number("hysteresis", hysteresis)
-  _base.check_number("growth_factor", growth_factor, minimum=1.0)
-  _base.check_number("backoff_factor", backoff_factor, positive=True, below=1.0)
-  _base.check_axis_name("axis_name", axis_name)
-  _base.check_name("check", check, ("updates", "gradients"))
+    _checks.check_whole_number("growth_interval", growth_interval)
+  _checks.check_whole_number("hysteresis", hysteresis)
+  _checks.check_number("growth_factor", growth_factor, minimum=1.0)
+  _checks.check_number("backoff_factor", backoff_factor, positive=True, below=1.0)
+  _mesh_axes.check_axis_name("axis_name", axis_name)
+  _checks.check_name("check", check, ("updates", "gradients"))
   _check_scales(minimum, initial_scale, maximum)
-  inner = _base.check_transformation("inner", inner)
+  inner = _checks.check_transformation("inner", inner)
   next_scale = functools.partial(
     _next_scale,
     growth_interval=growth_interval,
@@ -168,7 +168,7 @@ def dynamic_loss_scale(
     minimum=minimum,
     maximum=maximum,
   )
-  known = _base.concrete_number(maximum)
+  known = _checks.concrete_number(maximum)
   largest = math.inf if known is None else float(known)
   method = _LossScale(inner, initial_scale, largest, next_scale, axis_name, check == "updates")
   return _transformation.wrapper(_METHOD, DynamicLossScaleState, method, changes="half")
@@ -179,14 +179,14 @@ def _check_scales(minimum: Any, initial_scale: Any, maximum: Any) -> None:
   scales = {"minimum": minimum, "initial_scale": initial_scale, "maximum": maximum}
   for name, value in scales.items():
     # NumPy prints the largest float32 as 3.4028235e38, which is rounded up.
-    _base.check_number(
+    _checks.check_number(
       name, value, minimum=float(jnp.finfo(jnp.float32).tiny), maximum=3.4028235e38
     )
-  low, first, high = map(_base.concrete_number, scales.values())
+  low, first, high = map(_checks.concrete_number, scales.values())
   if None not in (low, first, high) and not low <= first <= high:
     raise ValueError(
       "`minimum`, `initial_scale` and `maximum` must be in this order, from the smallest to the"
-      f" largest; got {', '.join(map(_base.shorten, scales.values()))}."
+      f" largest; got {', '.join(map(_checks.shorten, scales.values()))}."
     )
 
 
@@ -218,7 +218,7 @@ class _LossScale:
     divide = functools.partial(self._unscale, state.loss_scale)
 
     def unscaled() -> tuple[optax.Updates, dict[str, Any]]:
-      return _masking.map_gradients(divide, *call.gradients())
+      return _extra_args.map_gradients(divide, *call.gradients())
 
     def are_finite() -> jax.Array:
       grads, _ = call.gradients()
@@ -259,7 +259,7 @@ class _LossScale:
     return landing
 
   def _agree(self, flag: jax.Array) -> jax.Array:
-    return _conditional.agree(flag, self.axis_name, _METHOD)
+    return _mesh_axes.agree(flag, self.axis_name, _METHOD)
 
   def _unscale(self, scale: jax.Array, grads: optax.Updates) -> optax.Updates:
     """Gradients without the scale, in at least float32."""

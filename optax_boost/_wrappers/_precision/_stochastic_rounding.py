@@ -13,7 +13,7 @@ import jax
 import optax
 
 from optax_boost._form import _protocol
-from optax_boost._foundation import _base
+from optax_boost._foundation import _checks
 from optax_boost._wrappers._precision import _float32_optimizer
 
 
@@ -100,7 +100,7 @@ def stochastic_rounding(
     <https://arxiv.org/abs/1502.02551>`_, 2015.
     Zamirai et al., `Revisiting BFloat16 Training <https://arxiv.org/abs/2010.06192>`_, 2020.
   """
-  key = _base.as_key("key", key)
+  key = _checks.as_key("key", key)
   return _float32_optimizer.make_wrapper(
     "stochastic_rounding", StochasticRoundingState, inner, key, axis_name, check
   )

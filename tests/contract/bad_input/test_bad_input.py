@@ -12,7 +12,7 @@ import optax
 import pytest
 
 import optax_boost
-from optax_boost._foundation import _base
+from optax_boost._foundation import _checks
 import optax_boost.linen
 import optax_boost.nnx
 from tests.contract.bad_input import arguments
@@ -33,7 +33,7 @@ def mentions(message: str, value: Any) -> bool:
   """Whether a message has a plain value: its repr, type, shape or dtype."""
   if callable(value) or not isinstance(value, int | float | complex | str | bytes | jax.Array):
     return True
-  words = [_base.shorten(value, 30).removesuffix("..."), type(value).__name__]
+  words = [_checks.shorten(value, 30).removesuffix("..."), type(value).__name__]
   words += [str(getattr(value, name)) for name in ("shape", "dtype") if hasattr(value, name)]
   return any(word in message for word in words)
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_boost._foundation import _base, _types
+from optax_boost._foundation import _arrays, _mesh_axes, _types
 
 
 def is_concrete(condition: _types.Unchecked) -> bool:
@@ -39,12 +39,12 @@ def once_if(condition: Any, function: Callable[..., Sequence[Any]], *carry: Any)
   """
 
   def call(carry: Sequence[Any]) -> tuple[Any, ...]:
-    return tuple(cast_like(tuple(function(*carry)), tuple(carry)))
+    return tuple(_arrays.cast_like(tuple(function(*carry)), tuple(carry)))
 
   if is_concrete(condition):
     return (jnp.asarray(condition), *(call(carry) if condition else carry))
   if jax.sharding.get_abstract_mesh().manual_axes:
-    carry = jax.tree.map(vary, carry, jax.eval_shape(call, carry))
+    carry = jax.tree.map(_mesh_axes.vary, carry, jax.eval_shape(call, carry))
   # XLA 10: a loop of one turn or none, since `lax.cond` copies operands that a branch returns
   # unchanged.
   going, *carried = jax.lax.while_loop(
@@ -93,12 +93,12 @@ def update_if(
 
   def step(state: optax.OptState) -> tuple[optax.Updates, optax.OptState]:
     updates, moved = update(state)
-    return updates, cast_like(moved, state)
+    return updates, _arrays.cast_like(moved, state)
 
   def skip(state: optax.OptState) -> tuple[optax.Updates, optax.OptState]:
     # With the sharding of the type, which meshes with explicit axes ask of both branches.
     zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype, device=s.sharding), shapes)
-    return jax.tree.map(vary, zeros, shapes), state
+    return jax.tree.map(_mesh_axes.vary, zeros, shapes), state
 
   if is_concrete(condition) and condition:
     return step(state)
@@ -107,18 +107,6 @@ def update_if(
   # On a mesh with explicit axes zeros are made inside of a trace only.
   on_mesh = any(shape.sharding is not None for shape in jax.tree.leaves(shapes))
   return (jax.lax.cond if on_mesh else cond)(condition, step, skip, state)
-
-
-def cast_like(tree: _types.SameTree, like: _types.Tree) -> _types.SameTree:
-  """Gives each array its counterpart's dtype, as conditionals, scans and compiled steps need.
-
-  Momentum of float16 params, for one, is float32 once a float32 gradient is added to it.
-  """
-  return jax.tree.map(lambda x, y: x if _dtype(x) == _dtype(y) else x.astype(_dtype(y)), tree, like)
-
-
-def _dtype(x: Any) -> Any:
-  return jnp.result_type(x) if not hasattr(x, "dtype") else x.dtype
 
 
 def nan_if(condition: Any, tree: _types.SameTree) -> _types.SameTree:
@@ -131,27 +119,3 @@ def nan_if(condition: Any, tree: _types.SameTree) -> _types.SameTree:
     return jnp.where(condition, jnp.full_like(x, jnp.nan), x) if inexact else x
 
   return jax.tree.map(replaced, tree)
-
-
-def vary(x: Any, shape: Any) -> jax.Array:
-  """Makes an array vary over the mesh axes over which another does in ``shard_map``."""
-  varying = tuple(_base.varying_axes(shape) - _base.varying_axes(jax.typeof(x)))
-  if not varying:
-    return x
-  if hasattr(jax.lax, "pcast"):
-    return jax.lax.pcast(x, varying, to="varying")
-  return jax.lax.pvary(x, varying)  # type: ignore[attr-defined]  # older JAX
-
-
-def agree(flags: jax.Array, axis_name: str | tuple[str, ...] | None, method: str) -> jax.Array:
-  """Whether flags hold on all devices along the mesh axes; None: on this one."""
-  if axis_name is None:
-    return flags
-  _base.require_axis("axis_name", axis_name, method)
-  return jax.lax.pmin(flags.astype(jnp.int32), axis_name) > 0
-
-
-def in_device_memory(x: jax.Array) -> jax.Array:
-  """An array in the devices' own memory; a state may be kept in their host's."""
-  on_host = getattr(jax.typeof(x), "memory_space", None) == jax.memory.Space.Host
-  return jax.device_put(x, jax.memory.Space.Device) if on_host else x

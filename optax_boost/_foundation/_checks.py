@@ -1,13 +1,10 @@
-"""Argument checks and warnings that every method shares."""
+"""Checks of the arguments that users pass, and the errors they raise."""
 
 from collections.abc import Sequence
 import inspect
 import math
 import numbers
-import re
-import sys
 from typing import Any, TypeGuard
-import warnings
 
 import jax
 import jax.numpy as jnp
@@ -18,20 +15,6 @@ from optax_boost._foundation import _types
 
 # The largest count that int32 holds: counts are compared with int32 counters on the device.
 LARGEST_COUNT = 2**31 - 1
-# Their frames may lie between a method and the user's line.
-_LIBRARIES = ("optax_boost", "jax", "optax", "flax", "contextlib")
-
-
-class NoEffectWarning(UserWarning):
-  """A pattern, mask or method was given a tree in which it matches nothing."""
-
-
-def warn(message: str, category: type[Warning]) -> None:
-  """Warns of the user's line: the innermost one that is not in these libraries."""
-  frame, level = sys._getframe(1), 2
-  while frame.f_back and str(frame.f_globals.get("__name__")).partition(".")[0] in _LIBRARIES:
-    frame, level = frame.f_back, level + 1
-  warnings.warn(message, category, stacklevel=level)
 
 
 def shorten(value: _types.Unchecked, limit: int = 80) -> str:
@@ -220,163 +203,6 @@ def check_learning_rate(learning_rate: _types.Unchecked, name: str = "learning_r
   """Checks a learning rate: a number >= 0, a scalar array, or a schedule."""
   if not callable(learning_rate):
     check_number(name, learning_rate, minimum=0.0)
-
-
-# Where a match may begin and end: at either side of a `/`, and at the ends of a path. Names of
-# PyTorch and MindSpore in a flat dict, as `fc1.bias`, have dots instead.
-_SEGMENT_BOUNDARY = r"(?:\A|\Z|(?<=[/.])|(?=[/.]))"
-# Python allows flags for a whole expression, as `(?i)`, only at its start.
-_LEADING_FLAGS = re.compile(r"(?:\(\?[aiLmsux]+\))*")
-
-
-def compile_pattern(argument: str, pattern: Any) -> re.Pattern[str]:
-  """Compiles a user's regular expression so that ``search`` finds whole segments of a path.
-
-  A match begins and ends at a segment boundary, so `blocks/1` is found in ``blocks/1/kernel`` and
-  not in ``blocks/10/kernel``. TypeError for no string, ValueError for a bad expression.
-  """
-  compiled = compile_within_segments(argument, pattern)
-  flags = _LEADING_FLAGS.match(pattern)[0]  # type: ignore[index]  # it matches anything
-  # In a verbose expression, a comment may be last.
-  end = "\n)" if compiled.flags & re.VERBOSE else ")"
-  whole = f"{flags}{_SEGMENT_BOUNDARY}(?:{pattern[len(flags) :]}{end}{_SEGMENT_BOUNDARY}"
-  return re.compile(whole)
-
-
-def compile_within_segments(argument: str, pattern: _types.Unchecked) -> re.Pattern[str]:
-  """Like :func:`compile_pattern`, but matches may begin and end within a segment."""
-  if not isinstance(pattern, str):
-    raise TypeError(
-      f"`{argument}` must hold regular expressions, which are strings; got {shorten(pattern)}."
-    )
-  try:
-    return re.compile(pattern)
-  except (re.error, RecursionError, OverflowError) as error:
-    raise ValueError(
-      f"`{argument}` has {shorten(pattern)}, which is not a regular expression: {error}. Escape"
-      " special characters with a backslash."
-    ) from error
-
-
-def check_patterns(name: str, value: _types.Unchecked, words: str) -> None:
-  """Checks a sequence of regular expressions, at least one; `words` say what else is allowed."""
-  if not (isinstance(value, list | tuple) and value and all(isinstance(p, str) for p in value)):
-    raise TypeError(f"`{name}` must be {words}; got {shorten(value)}.")
-  for pattern in value:
-    compile_pattern(name, pattern)
-
-
-def check_axis_name(name: str, value: _types.Unchecked) -> None:
-  """Raises TypeError unless an argument names one or several mesh axes, or is None."""
-  names = value if isinstance(value, tuple) else (value,)
-  if value is not None and not (names and all(isinstance(n, str) for n in names)):
-    raise TypeError(
-      f"`{name}` must be the name of a mesh axis, a tuple of names, or None; got {shorten(value)}."
-    )
-
-
-def require_axis(
-  name: str, value: str | tuple[str, ...] | None, method: str, *, optional: bool = True
-) -> int:
-  """The size of mesh axes; ValueError unless they are bound around ``update``."""
-  if not value:
-    return 1
-  try:
-    return jax.lax.axis_size(value)
-  except NameError as error:
-    raise ValueError(
-      f"`{method}` was given {name}={value!r}, but no such axis is bound where `update` is called."
-      " Call it inside `jax.shard_map` (or `jax.vmap`) over an axis of this name, or leave"
-      f" `{name if optional else method}` out."
-    ) from error
-
-
-_TAKE_OR_MAP = (
-  "Take a member with `jax.tree.map(lambda x: x[i], state)`, or map over them with `jax.vmap`."
-)
-
-
-def require_one_run(count: Any, function: str, advice: str = _TAKE_OR_MAP) -> None:
-  """Raises ValueError for the state of a population, whose `count` is not a scalar."""
-  if jnp.ndim(count):
-    raise ValueError(
-      f"`{function}` needs the state of one run; got a population's of shape"
-      f" {jnp.shape(count)}. {advice}"
-    )
-
-
-def bound_axis(value: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
-  """The mesh axes if they are bound here, or None."""
-  if not value:
-    return None
-  try:
-    jax.lax.axis_size(value)
-  except NameError:
-    return None
-  return value
-
-
-def varying_axes(aval: Any) -> frozenset[str]:
-  """The mesh axes along which an array of a type, or an abstract one, varies in ``shard_map``."""
-  # Older versions of JAX have the second name.
-  manual = getattr(aval, "manual_axis_type", None)
-  return frozenset(manual.varying if manual is not None else getattr(aval, "vma", None) or ())
-
-
-def require_params(params: _types.Tree, method: str) -> None:
-  """Raises ValueError if ``update`` is called without params."""
-  if params is None:
-    raise ValueError(
-      f"`{method}` needs the current params; got params=None. Call"
-      " `tx.update(grads, state, params)`, or let `optax_boost.make_train_step` do it."
-    )
-
-
-# In all errors about the state of another transformation or of other params.
-NEEDS_STATE = "needs the state that"
-_OWN_STATE = (
-  f"`{{method}}` {NEEDS_STATE} its own `init` made, {{required}}; got {{got}}. Pass the state of"
-  " this transformation; a checkpoint must be restored into the structure of `tx.init(params)`."
-)
-
-
-def require_state(state: _types.Tree, state_type: type, method: str) -> None:
-  """Raises TypeError for the state of another transformation."""
-  if not isinstance(state, state_type):
-    required, got = f"a {state_type.__name__}", f"a {type(state).__name__}"
-    raise TypeError(_OWN_STATE.format(method=method, required=required, got=got))
-
-
-def check_shapes_of_state(
-  method: str, of_state: list[tuple[int, ...]], of_params: list[tuple[int, ...]]
-) -> None:
-  """Raises ValueError if the leaves that a state keeps have other shapes than the params'."""
-  if of_state != of_params:
-    raise ValueError(
-      f"`{method}` needs the params that its state was made for, of shapes {shorten(of_state)}; got"
-      f" {shorten(of_params)}. Start from `tx.init(params)`."
-    )
-
-
-def require_chain_state(
-  state: Sequence[_types.Tree], state_types: Sequence[type], method: str
-) -> None:
-  """Raises TypeError for a tuple of states other than those of a method's chain."""
-  types = [type(member) for member in state]
-  if types != list(state_types):
-    required = ", ".join(expected.__name__ for expected in state_types)
-    got = ", ".join(actual.__name__ for actual in types)
-    raise TypeError(_OWN_STATE.format(method=method, required=f"({required})", got=f"({got})"))
-
-
-def require_extra(value: _types.Unchecked, name: str, method: str, purpose: str) -> None:
-  """Raises ValueError if ``update`` lacks an extra argument; `purpose` describes it."""
-  if value is None:
-    raise ValueError(
-      f"`{method}` needs the extra argument `{name}` ({purpose}); got none. Call"
-      f" `tx.update(grads, state, params, {name}=...)`, or let"
-      " `optax_boost.make_train_step` do it."
-    )
 
 
 def as_key(name: str, key: Any) -> jax.Array:

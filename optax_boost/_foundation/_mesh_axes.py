@@ -1,0 +1,70 @@
+"""Names of mesh axes: which are bound, and along which an array varies."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from optax_boost._foundation import _checks, _types
+
+
+def check_axis_name(name: str, value: _types.Unchecked) -> None:
+  """Raises TypeError unless an argument names one or several mesh axes, or is None."""
+  names = value if isinstance(value, tuple) else (value,)
+  if value is not None and not (names and all(isinstance(n, str) for n in names)):
+    raise TypeError(
+      f"`{name}` must be the name of a mesh axis, a tuple of names, or None; got"
+      f" {_checks.shorten(value)}."
+    )
+
+
+def require_axis(
+  name: str, value: str | tuple[str, ...] | None, method: str, *, optional: bool = True
+) -> int:
+  """The size of mesh axes; ValueError unless they are bound around ``update``."""
+  if not value:
+    return 1
+  try:
+    return jax.lax.axis_size(value)
+  except NameError as error:
+    raise ValueError(
+      f"`{method}` was given {name}={value!r}, but no such axis is bound where `update` is called."
+      " Call it inside `jax.shard_map` (or `jax.vmap`) over an axis of this name, or leave"
+      f" `{name if optional else method}` out."
+    ) from error
+
+
+def bound_axis(value: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
+  """The mesh axes if they are bound here, or None."""
+  if not value:
+    return None
+  try:
+    jax.lax.axis_size(value)
+  except NameError:
+    return None
+  return value
+
+
+def varying_axes(aval: Any) -> frozenset[str]:
+  """The mesh axes along which an array of a type, or an abstract one, varies in ``shard_map``."""
+  # Older versions of JAX have the second name.
+  manual = getattr(aval, "manual_axis_type", None)
+  return frozenset(manual.varying if manual is not None else getattr(aval, "vma", None) or ())
+
+
+def vary(x: Any, shape: Any) -> jax.Array:
+  """Makes an array vary over the mesh axes over which another does in ``shard_map``."""
+  varying = tuple(varying_axes(shape) - varying_axes(jax.typeof(x)))
+  if not varying:
+    return x
+  if hasattr(jax.lax, "pcast"):
+    return jax.lax.pcast(x, varying, to="varying")
+  return jax.lax.pvary(x, varying)  # type: ignore[attr-defined]  # older JAX
+
+
+def agree(flags: jax.Array, axis_name: str | tuple[str, ...] | None, method: str) -> jax.Array:
+  """Whether flags hold on all devices along the mesh axes; None: on this one."""
+  if axis_name is None:
+    return flags
+  require_axis("axis_name", axis_name, method)
+  return jax.lax.pmin(flags.astype(jnp.int32), axis_name) > 0

@@ -1,0 +1,71 @@
+"""Arguments that select leaves: patterns, trees of bools, or callables."""
+
+import jax
+
+from optax_boost._foundation import _checks, _paths, _patterns, _types
+
+
+def check_selector(argument: str, selector: _types.LeafSelector) -> None:
+  """Checks an argument that selects leaves, as far as that is possible without the tree."""
+  if selector is None or is_auto_selector(selector) or _is_function(selector):
+    return
+  if isinstance(selector, str):
+    _patterns.compile_pattern(argument, selector)
+  elif isinstance(selector, list | tuple) and any(isinstance(p, str) for p in selector):
+    for pattern in selector:
+      _patterns.compile_pattern(argument, pattern)
+  elif not all(isinstance(flag, bool) for flag in jax.tree.leaves(selector)):
+    raise _not_a_selector(argument, selector)
+
+
+def select(
+  tree: _types.Tree,
+  selector: _types.LeafSelector,
+  argument: str,
+) -> list[bool]:
+  """Whether a selector selects each leaf, in the order of ``jax.tree.leaves``."""
+  paths = _paths.leaf_paths(tree)
+  if selector is None:
+    return [False] * len(paths)
+  patterns = (selector,) if isinstance(selector, str) else selector
+  if isinstance(patterns, list | tuple) and all(isinstance(p, str) for p in patterns):
+    return [
+      index is not None for index in _patterns.first_match(argument, patterns, paths, tree=tree)
+    ]
+  if isinstance(selector, bool) and not jax.tree_util.all_leaves([tree]):
+    # `inject_hyperparams` has called a callable as a schedule.
+    raise _not_a_selector(argument, selector)
+  mask = selector(tree) if _is_function(selector) else selector
+  return _broadcast_mask(mask, tree, argument)
+
+
+def is_auto_selector(selector: _types.LeafSelector) -> bool:
+  """Whether a selector stands for the method's own rule."""
+  # Arrays, which a user may pass by mistake, compare entry by entry.
+  return isinstance(selector, str) and selector == "auto"
+
+
+def _is_function(selector: _types.LeafSelector) -> bool:
+  """Whether a selector is to be called; Equinox's modules of bools can be, and are not."""
+  return callable(selector) and not any(isinstance(x, bool) for x in jax.tree.leaves(selector))
+
+
+def _not_a_selector(argument: str, got: _types.Unchecked) -> TypeError:
+  return TypeError(
+    f"`{argument}` must be regular expressions, a tree of bools, a callable that returns one, or"
+    f" None; got {_checks.shorten(got)}. Under `optax.inject_hyperparams` a callable must be"
+    " named in `static_args`, or it is taken for a schedule."
+  )
+
+
+def _broadcast_mask(mask: _types.Tree, tree: _types.Tree, argument: str) -> list[bool]:
+  flags = jax.tree.leaves(mask)
+  if not all(isinstance(flag, bool) for flag in flags):
+    raise _not_a_selector(argument, mask)
+  try:
+    return jax.tree.leaves(jax.tree.broadcast(mask, tree))
+  except ValueError as error:
+    raise ValueError(
+      f"`{argument}` must be a tree of bools with the structure of the tree that it selects from,"
+      f" or a prefix of it; got {jax.tree.structure(mask)} for {jax.tree.structure(tree)}."
+    ) from error

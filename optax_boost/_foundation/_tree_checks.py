@@ -1,0 +1,193 @@
+"""Checks of trees: gradients, params, and states."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optax_boost._foundation import _checks, _paths, _types
+
+
+def require_params(params: _types.Tree, method: str) -> None:
+  """Raises ValueError if ``update`` is called without params."""
+  if params is None:
+    raise ValueError(
+      f"`{method}` needs the current params; got params=None. Call"
+      " `tx.update(grads, state, params)`, or let `optax_boost.make_train_step` do it."
+    )
+
+
+# In all errors about the state of another transformation or of other params.
+NEEDS_STATE = "needs the state that"
+
+
+_OWN_STATE = (
+  f"`{{method}}` {NEEDS_STATE} its own `init` made, {{required}}; got {{got}}. Pass the state of"
+  " this transformation; a checkpoint must be restored into the structure of `tx.init(params)`."
+)
+
+
+def require_state(state: _types.Tree, state_type: type, method: str) -> None:
+  """Raises TypeError for the state of another transformation."""
+  if not isinstance(state, state_type):
+    required, got = f"a {state_type.__name__}", f"a {type(state).__name__}"
+    raise TypeError(_OWN_STATE.format(method=method, required=required, got=got))
+
+
+def require_chain_state(
+  state: Sequence[_types.Tree], state_types: Sequence[type], method: str
+) -> None:
+  """Raises TypeError for a tuple of states other than those of a method's chain."""
+  types = [type(member) for member in state]
+  if types != list(state_types):
+    required = ", ".join(expected.__name__ for expected in state_types)
+    got = ", ".join(actual.__name__ for actual in types)
+    raise TypeError(_OWN_STATE.format(method=method, required=f"({required})", got=f"({got})"))
+
+
+def check_shapes_of_state(
+  method: str, of_state: list[tuple[int, ...]], of_params: list[tuple[int, ...]]
+) -> None:
+  """Raises ValueError if the leaves that a state keeps have other shapes than the params'."""
+  if of_state != of_params:
+    raise ValueError(
+      f"`{method}` needs the params that its state was made for, of shapes"
+      f" {_checks.shorten(of_state)}; got {_checks.shorten(of_params)}. Start from"
+      f" `tx.init(params)`."
+    )
+
+
+_TAKE_OR_MAP = (
+  "Take a member with `jax.tree.map(lambda x: x[i], state)`, or map over them with `jax.vmap`."
+)
+
+
+def require_one_run(count: Any, function: str, advice: str = _TAKE_OR_MAP) -> None:
+  """Raises ValueError for the state of a population, whose `count` is not a scalar."""
+  if jnp.ndim(count):
+    raise ValueError(
+      f"`{function}` needs the state of one run; got a population's of shape"
+      f" {jnp.shape(count)}. {advice}"
+    )
+
+
+def differentiated(params: _types.Tree) -> Any:
+  """The params that gradients are of: of the pair for ``optax.lookahead``, the fast ones."""
+  return params.fast if isinstance(params, optax.LookaheadParams) else params
+
+
+def refuse_pair(params: _types.Tree, method: str) -> None:
+  """Raises ValueError for the pair of params of ``optax.lookahead``."""
+  if isinstance(params, optax.LookaheadParams):
+    raise ValueError(
+      f"`{method}` needs gradients and params of the same tree structure; got the pair of params of"
+      f" `optax.lookahead`. Put `{method}` inside: `optax.lookahead(optax.chain(...), ...)`."
+    )
+
+
+def check_same_tree(updates: _types.Tree, params: _types.Tree, method: str) -> None:
+  """Raises ValueError for gradients whose structure or shapes differ from the params'."""
+  if not isinstance(updates, optax.LookaheadParams):
+    refuse_pair(params, method)
+  got: Any = jax.tree.structure(updates)
+  want: Any = jax.tree.structure(params)
+  if got != want:
+    update_paths, param_paths = _paths.leaf_paths(updates), _paths.leaf_paths(params)
+    lacking = [path for path in param_paths if path not in update_paths]
+    surplus = [path for path in update_paths if path not in param_paths]
+    clauses = [f"lack {_checks.shorten(lacking)}"] if lacking else []
+    clauses += [f"have {_checks.shorten(surplus)}"] if surplus else []
+    differ = " and ".join(clauses) or f"have the containers {got} instead of {want}"
+    raise ValueError(
+      f"`{method}` needs gradients and params of the same tree structure; got gradients that"
+      f" {differ}. Pass the params that the gradients were taken with respect to."
+    )
+  pairs = zip(jax.tree.leaves(updates), jax.tree.leaves(params), strict=True)
+  for i, (update, param) in enumerate(pairs):
+    if jnp.shape(update) != jnp.shape(param):
+      raise ValueError(
+        f"`{method}` needs gradients of the params' shapes; got {jnp.shape(update)} for the"
+        f" leaf '{_paths.leaf_name(_paths.leaf_paths(updates)[i])}' of shape {jnp.shape(param)}."
+      )
+
+
+def same_shapes(first: _types.Tree, second: _types.Tree) -> bool:
+  """Whether two trees have the same structure and shapes."""
+  first_structure: Any
+  first_leaves, first_structure = jax.tree.flatten(first)
+  second_leaves, second_structure = jax.tree.flatten(second)
+  if first_structure != second_structure:
+    return False
+  return list(map(jnp.shape, first_leaves)) == list(map(jnp.shape, second_leaves))
+
+
+# The advice if all params are differentiated, even if a mask hides some from the optimizer; without
+# and with statistics.
+CLOSE_OVER = "Keep it out of the params: close over it."
+
+
+KEEP_OUT = (
+  "Keep it out of the params: close over it, or keep it in `model_state` (with Flax: in another"
+  " collection or type of variable)."
+)
+
+
+def check_floating(tree: _types.Tree, method: str, advice: str | None = None) -> None:
+  """Raises TypeError for leaves that are not real floating-point arrays.
+
+  `advice` is where such a leaf belongs; None: hidden by a mask around `method`.
+  """
+  _check_dtype(tree, method, advice, jnp.floating, "real floating-point")
+
+
+def check_inexact(tree: _types.Tree, method: str, advice: str | None = None) -> None:
+  """Like :func:`check_floating`, but complex leaves may pass, too."""
+  _check_dtype(tree, method, advice, jnp.inexact, "floating-point")
+
+
+def _check_dtype(
+  tree: _types.Tree, method: str, advice: str | None, dtype: jax.typing.DTypeLike, required: str
+) -> None:
+  def name(i: int) -> str:
+    return _paths.leaf_name(_paths.leaf_paths(tree)[i])
+
+  for i, leaf in enumerate(jax.tree.leaves(tree)):
+    # A Python float has no shape, dtype or sharding, and optax's optimizers refuse it, too.
+    if not hasattr(leaf, "dtype"):
+      conversion = ""
+      if _is_python_number(leaf):
+        conversion = " Convert them with `jax.tree.map(jnp.asarray, params)`."
+      raise TypeError(
+        f"`{method}` needs arrays as leaves; the leaf '{name(i)}' is {_checks.shorten(leaf)} of"
+        f" type {type(leaf).__name__}.{_keep_out(leaf, 'params')}{conversion}"
+      )
+    if not jnp.issubdtype(leaf.dtype, dtype):
+      raise TypeError(
+        f"`{method}` needs {required} leaves; the leaf '{name(i)}' is {leaf.dtype}. "
+        + (advice or f"Leave it out with `optax.masked` or `optax.partition` around `{method}`.")
+      )
+
+
+def _is_python_number(leaf: _types.Unchecked) -> bool:
+  return isinstance(leaf, int | float | complex)
+
+
+def _keep_out(leaf: _types.Unchecked, name: str) -> str:
+  """Advice for a leaf that can't be made an array, as functions and names in modules."""
+  advice = f" Keep it out of `{name}`, as `equinox.filter(model, equinox.is_inexact_array)` does."
+  return "" if _is_python_number(leaf) else advice
+
+
+def check_traceable(name: str, tree: _types.Tree) -> None:
+  """Raises TypeError for leaves that are neither arrays, abstract or not, nor numbers."""
+  for path, leaf in zip(_paths.leaf_paths(tree), jax.tree.leaves(tree), strict=True):
+    try:
+      jax.eval_shape(lambda value: value, leaf)
+    except (TypeError, ValueError, OverflowError) as error:
+      raise TypeError(
+        f"`{name}` must hold arrays, abstract or not, or numbers; the leaf"
+        f" '{_paths.leaf_name(path)}' is {_checks.shorten(leaf)} of type"
+        f" {type(leaf).__name__}.{_keep_out(leaf, name)}"
+      ) from error
