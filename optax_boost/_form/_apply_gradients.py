@@ -75,5 +75,6 @@ def step_in_place(
   def gradients() -> tuple[optax.Updates, dict[str, Any]]:
     return grads, dict(extra_args)
 
-  outcome = _driver.run(tx, _driver.Call(gradients, params, landing=_driver.PARAMS), opt_state)
+  call = _driver.Call(gradients, params, plan=_driver.APPLY_IN_PLACE)
+  outcome = _driver.run(tx, call, opt_state)
   return outcome.result, outcome.state

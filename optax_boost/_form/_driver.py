@@ -1,19 +1,19 @@
-"""Drives steps that may be skipped, for ``update`` and for steps in place.
+"""Drives the steps of wrappers, each of which may skip a step.
 
-A wrapper says what its inner transformation gets and whether a step is made (`before`), and what
-becomes of the outcome (`after`). :func:`run` calls these two, from the outermost wrapper to the
-innermost and back. On the way in the conditions join, and the changes of updates; the innermost
-transformation, which may be any of optax's, makes its step under all of them at once; on the way
-out each wrapper learns whether the step was made. So a step that is not made changes nothing, and
-every wrapper sees the updates as they are added, in every nesting.
+A wrapper has two methods. `before` says which gradients the inner transformation gets and whether
+the step is made; `after` computes the wrapper's new state from the step's outcome. :func:`run`
+calls `before` of each wrapper from the outside in, makes the step of the innermost transformation,
+which may be any of optax's, and calls `after` of each wrapper from the inside out. The step is made
+only if every wrapper allows it; a skipped step changes neither params nor inner states. Every
+wrapper sees the updates that are added to the params, in any nesting.
 
-A :class:`Landing` says where a step's result goes: into updates, which the caller adds, or into the
-params. Updates that leave a conditional are stored, as zeros if the step was not made, and state is
-copied in and out. XLA updates the carry of a loop in place (XLA 10): so a step in place carries
-params and inner state through a loop of one turn or none, and a skipped step costs nothing.
+A :class:`StepPlan` says whether the step returns updates, which the caller adds, or applies them to
+the params. ``lax.cond`` stores the updates that it returns, zeros if the step is skipped, and
+copies the state. A while loop of at most one turn updates params and state in place (XLA 10), so
+that a skipped step costs nothing.
 
-Loop inputs are materialized, so gradients are passed as a function: a wrapper's arithmetic on them
-becomes a part of the loop's work on each leaf.
+Inputs of a loop are materialized, so a call holds a function that returns the gradients: XLA then
+fuses the wrappers' arithmetic on gradients into the loop's work on each leaf.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,65 +26,81 @@ import jax.numpy as jnp
 import optax
 
 from optax_boost._form import _finiteness, _form, _protocol
-from optax_boost._foundation import _arrays, _conditionals, _masks, _mesh_axes, _placement
+from optax_boost._foundation import _arrays, _conditionals, _masks, _mesh_axes, _placement, _types
 
-# Makes the gradients and the extra arguments of ``update``.
-Gradients: TypeAlias = Callable[[], tuple[optax.Updates, dict[str, Any]]]
-# From a transformation to one with the same states, that changes its updates and new states.
+# Returns the gradients and the extra arguments of ``update``.
+Gradients: TypeAlias = Callable[[], tuple[optax.Updates, _types.ExtraArgs]]
+# From a transformation to one with the same states that changes its updates and new states.
 Change: TypeAlias = Callable[
   [optax.GradientTransformationExtraArgs], optax.GradientTransformationExtraArgs
 ]
 # A scalar bool array, or Python's True for a condition that always holds.
 Condition: TypeAlias = Any
+# The params, or what :class:`ParamsAccess` reads them from.
+StoredParams: TypeAlias = Any
 
 
 def _unchanged(x: Any) -> Any:
   return x
 
 
-def _replaced(place: Any, new: Any, old: Any) -> Any:
-  return new
+class ParamsAccess(NamedTuple):
+  """Reads a transformation's params from where they are stored, and stores new ones.
+
+  Attributes:
+    read: from the stored params to the params that the transformation sees.
+    write: from the stored params, the new params and the old ones that `read` gave, to the new
+      stored params.
+    read_new: from the new stored params to the new params.
+  """
+
+  read: Callable[[StoredParams], optax.Params] = _unchanged
+  write: Callable[[StoredParams, optax.Params, optax.Params], StoredParams] = (
+    lambda stored, new, old: new
+  )
+  read_new: Callable[[StoredParams], optax.Params] = _unchanged
+
+
+_DIRECT_ACCESS = ParamsAccess()
 
 
 @dataclasses.dataclass(frozen=True)
-class Landing:
-  """The destination of a step's result, and what happens to it on the way.
+class StepPlan:
+  """How the step of the innermost transformation is made; wrappers change the plan on the way in.
 
   Attributes:
-    in_params: whether the result is new params; otherwise it is updates.
-    in_place: whether a loop makes the step, in place; else a conditional, which can be
-      differentiated in reverse mode.
-    checks: whether a step is not made that would make an entry NaN or infinite.
-    agree: from a flag to whether it holds on all devices that make the step together.
-    change: from the innermost transformation to the one that is called in its place, of the same
-      states. It changes what happens to updates; the changes of outer wrappers come last.
-    cast: casts updates to their final dtypes, before they are added to the params. None: no cast.
-    get: from the place where params are kept to the params of the transformation.
-    put: from the place, new params and the params before to the new place.
-    read: from the place after a step to the params after it.
+    applies_updates: whether the step's result is the new stored params; otherwise it is updates.
+    in_place: whether a while loop makes the step, in place; otherwise ``lax.cond`` does, which has
+      a reverse-mode derivative.
+    checks_result: whether a step is skipped if it would make an entry NaN or infinite.
+    on_all_devices: from a flag to whether it holds on all devices that make the step together.
+    change: from the innermost transformation to the one that is called instead. Changes of inner
+      wrappers act on the updates first.
+    cast_updates: casts updates to their final dtypes, before they are applied. None: no cast.
+    access: how params are read and written.
   """
 
-  in_params: bool
+  applies_updates: bool
   in_place: bool
-  checks: bool = False
-  agree: Callable[[jax.Array], jax.Array] = _unchanged
+  checks_result: bool = False
+  on_all_devices: Callable[[jax.Array], jax.Array] = _unchanged
   change: Change = _unchanged
-  cast: Callable[[optax.Updates], optax.Updates] | None = None
-  get: Callable[[Any], optax.Params] = _unchanged
-  put: Callable[[Any, optax.Params, optax.Params], Any] = _replaced
-  read: Callable[[Any], optax.Params] = _unchanged
+  cast_updates: Callable[[optax.Updates], optax.Updates] | None = None
+  access: ParamsAccess = _DIRECT_ACCESS
 
-  def checked(self, agree: Callable[[jax.Array], jax.Array]) -> "Landing":
-    """The same landing, with the result checked for entries that become NaN or infinite."""
-    outer = self.agree
-    return dataclasses.replace(self, checks=True, agree=lambda flag: outer(agree(flag)))
+  def with_check(self, on_all_devices: Callable[[jax.Array], jax.Array]) -> "StepPlan":
+    """The same plan, but a step is skipped if its result has an entry that becomes not finite."""
+    outer = self.on_all_devices
+    return dataclasses.replace(
+      self, checks_result=True, on_all_devices=lambda flag: outer(on_all_devices(flag))
+    )
 
-  def changed(self, change: Change) -> "Landing":
-    """The same landing, with a change before the changes of outer wrappers."""
+  def with_change(self, change: Change) -> "StepPlan":
+    """The same plan, but `change` acts on the updates before the changes of outer wrappers."""
     outer = self.change
     return dataclasses.replace(self, change=lambda tx: outer(change(tx)))
 
-  def change_if(
+  def compute_if(
     self, condition: Condition, function: Callable[..., Sequence[Any]], *carry: Any
   ) -> tuple[Any, ...]:
     """Calls ``function(*carry)`` if `condition`, else returns `carry`: ``(called, *results)``."""
@@ -100,48 +116,45 @@ class Landing:
       carry = jax.tree.map(_mesh_axes.vary, carry, jax.eval_shape(call, *carry))
     return condition, *_conditionals.cond(condition, call, lambda *carry: carry, *carry)
 
-  def holds_if(self, condition: Condition, check: Callable[[], jax.Array]) -> jax.Array:
-    """Makes a check if `condition` and returns whether it holds; True if it is not made."""
-    if condition is True:
-      return check()
-    _, held = self.change_if(condition, lambda _: (check(),), jnp.asarray(True))
-    return held
 
-
-UPDATES = Landing(in_params=False, in_place=False)
-PARAMS = Landing(in_params=True, in_place=True)
+RETURN_UPDATES = StepPlan(applies_updates=False, in_place=False)
+APPLY_IN_PLACE = StepPlan(applies_updates=True, in_place=True)
 
 
 class Call(NamedTuple):
   """A call of a transformation.
 
   Attributes:
-    gradients: makes its gradients and extra arguments.
-    place: the params, or the place from which the landing gets them.
-    go: whether the step is to be made. A wrapper can forbid a step, not force one: the driver adds
-      the conditions of outer wrappers.
-    landing: where it lands.
+    gradients: returns the gradients and extra arguments.
+    stored_params: the params, in the form that ``plan.access`` reads; None if there are none.
+    makes_step: whether the step is made. A wrapper can forbid a step, not force one: the driver
+      adds the conditions of outer wrappers.
+    plan: how the step is made.
   """
 
   gradients: Gradients
-  place: Any
-  go: Condition = True
-  landing: Landing = UPDATES
+  stored_params: StoredParams
+  makes_step: Condition = True
+  plan: StepPlan = RETURN_UPDATES
 
   @property
-  def params(self) -> Any:
+  def params(self) -> optax.Params | None:
     """The params that the transformation sees; None if ``update`` was called without."""
-    return None if self.place is None else self.landing.get(self.place)
+    return None if self.stored_params is None else self.plan.access.read(self.stored_params)
 
-  def holds(self, check: Callable[[], jax.Array]) -> jax.Array:
-    """Makes a check if the step is to be made, else returns True."""
-    return self.landing.holds_if(self.go, check)
+  def passes(self, check: Callable[[], jax.Array]) -> jax.Array:
+    """The result of a check, which is computed only if the step is to be made; otherwise True."""
+    if self.makes_step is True:
+      return check()
+    _, passed = self.plan.compute_if(self.makes_step, lambda _: (check(),), jnp.asarray(True))
+    return passed
 
-  def change_if(
+  def compute_if(
     self, condition: Condition, function: Callable[..., Sequence[Any]], *carry: Any
   ) -> Sequence[Any]:
     """``function(*carry)`` if `condition` and the step is to be made, else `carry`; in place."""
-    _, *results = self.landing.change_if(_conditionals.both(self.go, condition), function, *carry)
+    condition = _conditionals.both(self.makes_step, condition)
+    _, *results = self.plan.compute_if(condition, function, *carry)
     return results
 
 
@@ -149,25 +162,24 @@ class Outcome(NamedTuple):
   """The outcome of a call.
 
   Attributes:
-    result: the new place of the params, or updates: zeros if no step was made.
+    result: the new stored params, or updates: zeros if no step was made.
     state: the new state of the transformation.
     made: whether a step was made.
-    lost: whether it was not made because its result would not have been finite.
+    failed_check: whether the step was skipped because its result would not have been finite.
   """
 
   result: Any
   state: Any
   made: Condition
-  lost: jax.Array
+  failed_check: jax.Array
 
 
 class Wrapper(Protocol):
   """A transformation that decides about the steps of another one, `inner`.
 
   Its state has the fields `inner_state` and `made`, which the driver sets. The state's class
-  declares ``outcome=("made",)`` (:mod:`optax_boost._form._protocol`), by which transformations
-  around it and the train step learn of skipped steps; ``_transformation.wrapper`` refuses a class
-  that doesn't.
+  declares ``outcome=("made",)`` (:mod:`optax_boost._form._protocol`), by which outer
+  transformations and the train step learn of skipped steps.
   """
 
   @property
@@ -180,13 +192,14 @@ class Wrapper(Protocol):
   def before(self, call: Call, state: Any) -> tuple[Call, Any, Any]:
     """Returns the call of `inner`, the new state, and a context for `after`.
 
-    The driver keeps the old state unless ``call.go``.
+    The driver keeps the old state if ``call.makes_step`` is False.
     """
 
   def after(self, call: Call, outcome: Outcome, state: Any, context: Any) -> tuple[Any, Any]:
-    """Returns the call's result and the new state; `outcome` is the outcome of `inner`'s call.
+    """Returns the call's result and the new state, from the `outcome` of `inner`'s call.
 
-    The driver keeps old scalars unless ``call.go``. Arrays change by ``call.change_if``, in place.
+    The driver keeps the old scalars if ``call.makes_step`` is False. Larger arrays of the state
+    are updated by ``call.compute_if``, in place.
     """
 
 
@@ -202,19 +215,19 @@ def run(tx: optax.GradientTransformation, call: Call, state: Any) -> Outcome:
   form = _form.form_of(tx.update)
   wrapper: Wrapper | None = None if form is None else form.wrapper
   if form is None or wrapper is None:
-    return _make(tx, call, state)
+    return _run_innermost(tx, call, state)
   form.check(call.gradients()[0], state, call.params)
   inner_call, new_state, context = wrapper.before(call, state)
-  new_state = _new_if(call.go, new_state, state)
-  inner_call = inner_call._replace(go=_conditionals.both(call.go, inner_call.go))
-  outcome = run(wrapper.inner, inner_call, state.inner_state)
+  new_state = _new_if(call.makes_step, new_state, state)
+  makes_step = _conditionals.both(call.makes_step, inner_call.makes_step)
+  outcome = run(wrapper.inner, inner_call._replace(makes_step=makes_step), state.inner_state)
   result, last_state = wrapper.after(call, outcome, new_state, context)
-  last_state = _new_if(call.go, last_state, new_state, scalars_only=True)
+  last_state = _new_if(call.makes_step, last_state, new_state, scalars_only=True)
   last_state = last_state._replace(inner_state=outcome.state, made=jnp.asarray(outcome.made))
-  # The innermost wrapper that asks for the check counts the steps that it prevents.
-  asked = inner_call.landing.agree is not call.landing.agree
-  lost = jnp.asarray(False) if asked else outcome.lost
-  return Outcome(result, last_state, outcome.made, lost)
+  # Only the innermost wrapper that asks for the check counts the steps that fail it.
+  asks = inner_call.plan.on_all_devices is not call.plan.on_all_devices
+  failed_check = jnp.asarray(False) if asks else outcome.failed_check
+  return Outcome(result, last_state, outcome.made, failed_check)
 
 
 def _new_if(condition: Condition, new: Any, old: Any, *, scalars_only: bool = False) -> Any:
@@ -230,57 +243,61 @@ def _new_if(condition: Condition, new: Any, old: Any, *, scalars_only: bool = Fa
   )
 
 
-def _make(tx: optax.GradientTransformation, call: Call, state: Any) -> Outcome:
-  """Makes the step of a transformation that is not a wrapper, if ``call.go`` and it is sound."""
-  landing = call.landing
-  tx = landing.change(optax.with_extra_args_support(tx))
+def _run_innermost(tx: optax.GradientTransformation, call: Call, state: Any) -> Outcome:
+  """Makes a step of a transformation that is not a wrapper, if it is to be made and passes."""
+  plan = call.plan
+  tx = plan.change(optax.with_extra_args_support(tx))
 
-  def update(place: Any, state: Any) -> tuple[Any, optax.Updates, optax.OptState]:
-    params = None if place is None else landing.get(place)
+  def update(stored: StoredParams, state: Any) -> tuple[Any, optax.Updates, optax.OptState]:
+    params = None if stored is None else plan.access.read(stored)
     grads, extra = call.gradients()
-    updates, moved = tx.update(grads, state, params, **extra)
-    return params, updates if landing.cast is None else landing.cast(updates), moved
+    updates, new_state = tx.update(grads, state, params, **extra)
+    return params, updates if plan.cast_updates is None else plan.cast_updates(updates), new_state
 
-  def land(place: Any, params: Any, updates: optax.Updates, moved: Any) -> tuple[Any, Any]:
-    if not landing.in_params:
-      return updates, moved
-    return landing.put(place, add_updates(params, updates, moved), params), moved
+  def apply(
+    stored: StoredParams, params: Any, updates: optax.Updates, new_state: Any
+  ) -> tuple[Any, Any]:
+    if not plan.applies_updates:
+      return updates, new_state
+    new_params = apply_updates(params, updates, new_state)
+    return plan.access.write(stored, new_params, params), new_state
 
-  def step(place: Any, state: Any) -> tuple[Any, optax.OptState]:
-    return land(place, *update(place, state))
+  def step(stored: StoredParams, state: Any) -> tuple[Any, optax.OptState]:
+    return apply(stored, *update(stored, state))
 
-  sound: Condition = True
-  ahead: Any = None
+  passed: Condition = True
+  checked: Any = None
 
-  def is_sound() -> jax.Array:
-    nonlocal ahead
-    params, updates, moved = update(call.place, state)
+  def check() -> jax.Array:
+    nonlocal checked
+    params, updates, new_state = update(call.stored_params, state)
     # In the dtypes in which the state is kept: a number may be beyond the range of float16.
-    moved = _arrays.cast_like(moved, state)
-    ahead = params, updates, moved
+    new_state = _arrays.cast_like(new_state, state)
+    checked = params, updates, new_state
     new, old = updates, jax.tree.map(jnp.zeros_like, updates)
     if params is not None:
       new, old = optax.apply_updates(params, updates), params
-    return landing.agree(_finiteness.none_lost(new, old, moved, state))
+    return plan.on_all_devices(_finiteness.none_lost(new, old, new_state, state))
 
-  if landing.checks:
-    sound = call.holds(is_sound)
-  go = _conditionals.both(call.go, sound)
-  lost = jnp.asarray(False) if sound is True else ~sound
-  if go is True:
-    made, (result, moved) = go, step(call.place, state)
-  elif _conditionals.is_concrete(go) and go and ahead is not None:
-    # Outside a trace, the step that was computed for the check is the step.
-    made, (result, moved) = go, land(call.place, *ahead)
-  elif landing.in_params:
-    made, result, moved = landing.change_if(go, step, call.place, state)
+  if plan.checks_result:
+    passed = call.passes(check)
+  makes_step = _conditionals.both(call.makes_step, passed)
+  failed_check = jnp.asarray(False) if passed is True else ~passed
+  made = makes_step
+  if makes_step is True:
+    result, new_state = step(call.stored_params, state)
+  elif _conditionals.is_concrete(makes_step) and makes_step and checked is not None:
+    # Outside a trace, the update that was computed for the check is used.
+    result, new_state = apply(call.stored_params, *checked)
+  elif plan.applies_updates:
+    made, result, new_state = plan.compute_if(makes_step, step, call.stored_params, state)
   else:
-    shapes = None if ahead is None else jax.tree.map(jax.typeof, ahead[1])
-    made, (result, moved) = (
-      go,
-      _conditionals.update_if(go, lambda state: step(call.place, state), state, shapes),
+    shapes = None if checked is None else jax.tree.map(jax.typeof, checked[1])
+    result, new_state = _conditionals.update_if(
+      makes_step, lambda state: step(call.stored_params, state), state, shapes
     )
-  return Outcome(result, moved, _conditionals.both(made, _made(state, moved)), lost)
+  made = _conditionals.both(made, _made(state, new_state))
+  return Outcome(result, new_state, made, failed_check)
 
 
 def _made(before: Any, after: Any) -> Condition:
@@ -289,7 +306,7 @@ def _made(before: Any, after: Any) -> Condition:
   return made if isinstance(made, jax.Array) else True
 
 
-def add_updates(
+def apply_updates(
   params: optax.Params, updates: optax.Updates, state: optax.OptState
 ) -> optax.Params:
   """``optax.apply_updates``, without its rounding where a state holds the exact new params."""

@@ -62,7 +62,9 @@ def vary(x: Any, shape: Any) -> jax.Array:
   return jax.lax.pvary(x, varying)  # type: ignore[attr-defined]  # older JAX
 
 
-def agree(flags: jax.Array, axis_name: str | tuple[str, ...] | None, method: str) -> jax.Array:
+def on_all_devices(
+  flags: jax.Array, axis_name: str | tuple[str, ...] | None, method: str
+) -> jax.Array:
   """Whether flags hold on all devices along the mesh axes; None: on this one."""
   if axis_name is None:
     return flags

@@ -185,7 +185,7 @@ class _Accumulate:
     )
     # A window that holds bad gradients only ends without a step.
     steps = full & (divisor > 0)
-    return call._replace(gradients=mean, go=steps), new_state, _Window(total, full, steps)
+    return call._replace(gradients=mean, makes_step=steps), new_state, _Window(total, full, steps)
 
   def after(
     self,
@@ -199,7 +199,7 @@ class _Accumulate:
       return (jax.tree.map(lambda t: jnp.where(ended, jnp.zeros_like(t), t), total),)
 
     ended = outcome.made | window.full
-    (accumulator,) = call.change_if(ended, emptied, window.total)
+    (accumulator,) = call.compute_if(ended, emptied, window.total)
     return outcome.result, state._replace(
       inner_count=_arrays.increment_if(window.steps, state.inner_count), accumulator=accumulator
     )
@@ -219,7 +219,7 @@ class _Accumulate:
         return _finiteness.all_finite(grads)
       return _finiteness.sum_is_finite(state.accumulator, addend)
 
-    finite = jnp.asarray(True) if self.not_finite is None else call.holds(check)
+    finite = jnp.asarray(True) if self.not_finite is None else call.passes(check)
     usable = jnp.asarray(True)
     if self.not_finite == "drop":
       usable = finite
@@ -227,9 +227,9 @@ class _Accumulate:
         usable = _finiteness.all_finite(unseen) if unseen else jnp.asarray(True)
     if self.axis_name is not None:
       flags = jnp.stack([weighted, finite, usable])
-      weighted, finite, usable = _mesh_axes.agree(flags, self.axis_name, _METHOD)
+      weighted, finite, usable = _mesh_axes.on_all_devices(flags, self.axis_name, _METHOD)
     # The sum is a part of the inner step's work, so the driver can't select it afterwards.
-    return _conditionals.both(call.go, weighted & usable), weighted & finite
+    return _conditionals.both(call.makes_step, weighted & usable), weighted & finite
 
 
 def _checked_weight(weight: Any) -> jax.Array:

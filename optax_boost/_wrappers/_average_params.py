@@ -300,8 +300,8 @@ class _AverageParams:
 
   def _stepped(self, call: _driver.Call, result: Any) -> tuple[Any, ...]:
     """A function that computes the params after the step, and its arguments."""
-    if call.landing.in_params:
-      return (lambda params: params), call.landing.read(result)
+    if call.plan.applies_updates:
+      return (lambda params: params), call.plan.access.read_new(result)
     return optax.apply_updates, call.params, result
 
   def _snapshot_if(

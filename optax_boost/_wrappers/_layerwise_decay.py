@@ -110,7 +110,7 @@ class _LayerwiseDecay:
     ) -> optax.GradientTransformationExtraArgs:
       return _compositions.mapped(tx, self._scaled)
 
-    return call._replace(landing=call.landing.changed(change)), state, None
+    return call._replace(plan=call.plan.with_change(change)), state, None
 
   after = _driver.pass_on
 

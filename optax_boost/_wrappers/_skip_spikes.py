@@ -150,7 +150,7 @@ class _SkipSpikes:
       count=_arrays.increment_if(gathered, state.count),
       spike_count=_arrays.increment_if(skips, state.spike_count),
     )
-    return call._replace(go=~skips), new_state, None
+    return call._replace(makes_step=~skips), new_state, None
 
   after = _driver.pass_on
 

@@ -129,7 +129,7 @@ def record_trajectory(
     _tree_checks.check_shapes_of_state(_METHOD, kept, list(map(jnp.shape, jax.tree.leaves(params))))
 
     def taken() -> TrajectoryState:
-      good = _mesh_axes.agree(_finiteness.all_finite(params), axis_name, _METHOD)
+      good = _mesh_axes.on_all_devices(_finiteness.all_finite(params), axis_name, _METHOD)
       slot = state.snapshot_count % capacity
 
       def write(ring: jax.Array, p: jax.Array) -> jax.Array:

@@ -229,8 +229,8 @@ class _FreezeLayers:
 
       return optax.GradientTransformationExtraArgs(tx.init, update)
 
-    landing = call.landing.changed(change)
-    return call._replace(gradients=gradients, landing=landing), state, counts
+    plan = call.plan.with_change(change)
+    return call._replace(gradients=gradients, plan=plan), state, counts
 
   def after(
     self,

@@ -50,38 +50,41 @@ class _Float32Optimizer:
     def gradients() -> tuple[optax.Updates, dict[str, Any]]:
       return _inner_arguments(*call.gradients(), params)
 
-    go: _driver.Condition = True
+    makes_step: _driver.Condition = True
     finite = jnp.asarray(True)
     # If the result is checked, `inner` may handle gradients that are not finite. A loss scale
     # inside must see every overflow: it skips these steps itself.
     unseen = _protocol.unseen_by_scale(state.inner_state, call.gradients()[0])
     if unseen and not self.checks_updates:
-      go = finite = call.holds(lambda: self._agree(_finiteness.all_finite(unseen)))
-    place = call.place, getattr(state, "master_params", None)
-    return _driver.Call(gradients, place, go, self._landing(call.landing, state)), state, finite
+      makes_step = finite = call.passes(
+        lambda: self._on_all_devices(_finiteness.all_finite(unseen))
+      )
+    stored_params = call.stored_params, getattr(state, "master_params", None)
+    plan = self._plan(call.plan, state)
+    return _driver.Call(gradients, stored_params, makes_step, plan), state, finite
 
   def after(
     self, call: _driver.Call, outcome: _driver.Outcome, state: Any, finite: jax.Array
   ) -> tuple[Any, Any]:
     result, masters = outcome.result
-    if not call.landing.in_params:
-      result = _difference(result, call.place)
+    if not call.plan.applies_updates:
+      result = _difference(result, call.stored_params)
     new_masters = {} if masters is None else {"master_params": masters}
     return result, state._replace(
       count=_arrays.increment_if(outcome.made, state.count),
-      notfinite_count=_arrays.increment_if(~finite | outcome.lost, state.notfinite_count),
+      notfinite_count=_arrays.increment_if(~finite | outcome.failed_check, state.notfinite_count),
       **new_masters,
     )
 
-  def _landing(self, outer: _driver.Landing, state: Any) -> _driver.Landing:
-    """A landing in float32 params; its place is a pair: the params' place, and masters or None."""
+  def _plan(self, outer: _driver.StepPlan, state: Any) -> _driver.StepPlan:
+    """The plan of a step in float32. Its stored params are a pair: the outer ones, and masters."""
 
-    def get(place: Any) -> optax.Params:
-      params, masters = outer.get(place[0]), place[1]
+    def read(stored: Any) -> optax.Params:
+      params, masters = outer.access.read(stored[0]), stored[1]
       return _widen(params) if masters is None else self._follow(masters, params)
 
-    def put(place: Any, new: optax.Params, old: optax.Params) -> Any:
-      params = outer.get(place[0])
+    def write(stored: Any, new: optax.Params, old: optax.Params) -> Any:
+      params = outer.access.read(stored[0])
       key = self._step_key(state)
       rounded = _rounding.round_like(new, params, key)
       if key is not None:
@@ -89,17 +92,18 @@ class _Float32Optimizer:
         rounded = jax.tree.map(
           lambda n, o, r, p: jnp.where(n == o, p, r), new, old, rounded, params
         )
-      return outer.put(place[0], rounded, params), None if place[1] is None else new
+      return outer.access.write(stored[0], rounded, params), None if stored[1] is None else new
 
-    def read(place: Any) -> optax.Params:
-      return _widen(outer.read(place[0])) if place[1] is None else place[1]
+    def read_new(stored: Any) -> optax.Params:
+      return _widen(outer.access.read_new(stored[0])) if stored[1] is None else stored[1]
 
-    landing = dataclasses.replace(outer, in_params=True, cast=None, get=get, put=put, read=read)
-    return landing.checked(self._agree) if self.checks_updates else landing
+    access = _driver.ParamsAccess(read, write, read_new)
+    plan = dataclasses.replace(outer, applies_updates=True, cast_updates=None, access=access)
+    return plan.with_check(self._on_all_devices) if self.checks_updates else plan
 
-  def _agree(self, flag: jax.Array) -> jax.Array:
+  def _on_all_devices(self, flag: jax.Array) -> jax.Array:
     """Whether a flag holds on all devices, so that all run the inner collectives, or none does."""
-    return _mesh_axes.agree(flag, self.axis_name, self.method)
+    return _mesh_axes.on_all_devices(flag, self.axis_name, self.method)
 
   def _step_key(self, state: Any) -> jax.Array | None:
     if self.key is None or state.key is None:

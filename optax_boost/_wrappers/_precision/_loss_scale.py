@@ -222,19 +222,21 @@ class _LossScale:
 
     def are_finite() -> jax.Array:
       grads, _ = call.gradients()
-      return self._agree(_finiteness.all_finite(grads, state.loss_scale, divide))
+      return self._on_all_devices(_finiteness.all_finite(grads, state.loss_scale, divide))
 
-    finite = call.holds(are_finite)
-    go: _driver.Condition = finite
+    finite = call.passes(are_finite)
+    makes_step: _driver.Condition = finite
     # A loss scale inside must see every overflow, or it would never shrink.
     if _protocol.is_requested(state.inner_state, _protocol.LOSS_SCALE):
       unseen = _protocol.unseen_by_scale(state.inner_state, call.gradients()[0])
-      go = self._agree(_finiteness.all_finite(unseen)) if unseen else True
+      makes_step = self._on_all_devices(_finiteness.all_finite(unseen)) if unseen else True
     scale, count, overflows = self.next_scale(
       state.loss_scale, state.growth_count, state.hysteresis_count, finite
     )
     new_state = state._replace(loss_scale=scale, growth_count=count, hysteresis_count=overflows)
-    inner_call = call._replace(gradients=unscaled, go=go, landing=self._landing(call, state))
+    inner_call = call._replace(
+      gradients=unscaled, makes_step=makes_step, plan=self._plan(call, state)
+    )
     return inner_call, new_state, finite
 
   def after(
@@ -244,22 +246,22 @@ class _LossScale:
     state: DynamicLossScaleState,
     finite: jax.Array,
   ) -> tuple[Any, DynamicLossScaleState]:
-    bad = ~finite | outcome.lost
+    bad = ~finite | outcome.failed_check
     return outcome.result, state._replace(
       notfinite_count=_arrays.increment_if(bad, state.notfinite_count)
     )
 
-  def _landing(self, call: _driver.Call, state: DynamicLossScaleState) -> _driver.Landing:
-    landing = call.landing
+  def _plan(self, call: _driver.Call, state: DynamicLossScaleState) -> _driver.StepPlan:
+    plan = call.plan
     if self.checks_updates:
-      landing = landing.checked(self._agree)
+      plan = plan.with_check(self._on_all_devices)
     # Inside another loss scale gradients are float32 already; the outer one casts the updates.
-    if landing.cast is None:
-      landing = dataclasses.replace(landing, cast=_cast_to(call.gradients()[0], call.params))
-    return landing
+    if plan.cast_updates is None:
+      plan = dataclasses.replace(plan, cast_updates=_cast_to(call.gradients()[0], call.params))
+    return plan
 
-  def _agree(self, flag: jax.Array) -> jax.Array:
-    return _mesh_axes.agree(flag, self.axis_name, _METHOD)
+  def _on_all_devices(self, flag: jax.Array) -> jax.Array:
+    return _mesh_axes.on_all_devices(flag, self.axis_name, _METHOD)
 
   def _unscale(self, scale: jax.Array, grads: optax.Updates) -> optax.Updates:
     """Gradients without the scale, in at least float32."""
