@@ -22,7 +22,7 @@ from sklearn import datasets
 from benchmarks import _harness
 from benchmarks.peers import sgperm_reference
 import optax_boost
-from optax_boost._methods._sgperm import _device, _host
+from optax_boost._methods._sgperm import _device_search, _host_search
 
 _REFERENCE = "as published"
 _HYPER = {
@@ -191,14 +191,14 @@ class Problem:
       params, state = jitted(params, state, grads)
 
     def run() -> float:
-      with mock.patch.object(_host, "have_numba", return_value=not plain):
+      with mock.patch.object(_host_search, "have_numba", return_value=not plain):
         start = time.process_time()
         for _ in range(repeat):
           advance(self.gradients[-1])
         jax.block_until_ready((params, state))
         return time.process_time() - start
 
-    with mock.patch.object(_host, "have_numba", return_value=not plain):
+    with mock.patch.object(_host_search, "have_numba", return_value=not plain):
       for grads in self.gradients:
         advance(grads)
       jax.block_until_ready((params, state))
@@ -260,7 +260,7 @@ def growth(length: int, vectors: int, rounds: int) -> dict[str, Any]:
   brackets = _HYPER["alpha"] + 1 / np.maximum(np.arange(length + 1), 1)
   least, most = (round(_HYPER[name] * length) for name in ("lamda", "lamda_max"))
   sizes = [round(least * (most / least) ** (k / 8)) for k in range(9)]
-  work = _host.Work(
+  work = _host_search.Work(
     weights=jnp.asarray(weights),
     momentum=jnp.asarray(momentum),
     order=jnp.asarray(rng.permuted(np.indices(weights.shape)[0], axis=0), jnp.int32),
@@ -272,7 +272,7 @@ def growth(length: int, vectors: int, rounds: int) -> dict[str, Any]:
     works = [work._replace(size=jnp.int32(size)) for size in sizes]
     start = time.perf_counter()
     programs = {
-      bound: _device.permute.lower(work, sizes=bound, remainder=True).compile()
+      bound: _device_search.permute.lower(work, sizes=bound, remainder=True).compile()
       for bound in map(bounds, sizes)
     }
     facts = {"trace and compile, s": time.perf_counter() - start, "programs": len(programs)}

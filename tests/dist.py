@@ -151,8 +151,8 @@ else:
   raise AssertionError("Flax came without the extra")
 """
 COMPILED = """
-from optax_boost._methods._sgperm import _host
-assert _host._compiled.cache_info().currsize, "the search on the host was not compiled"
+from optax_boost._methods._sgperm import _host_search
+assert _host_search._compiled.cache_info().currsize, "the search on the host was not compiled"
 """
 OPTIMIZED = {"XLA_FLAGS": "--xla_backend_optimization_level=3"}
 WHEEL_TESTS = "--ignore=tests/house/test_architecture.py"  # of the package's sources

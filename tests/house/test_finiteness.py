@@ -18,14 +18,14 @@ PACKAGE = pathlib.Path(optax_boost.__file__).parent
 ALLOWED = {
   "_wrappers/_accumulation.py": {"_is_used": "a sum of weights, a scalar"},
   "_methods/_adasum/_pairs.py": {"bounds_of": "a guard of `frexp`"},
-  "_methods/_adasum/_reduce.py": {"_walk": "sums of squares"},
+  "_methods/_adasum/_reduction.py": {"_walk": "sums of squares"},
   "_methods/_dim_reduce/_fit.py": {"_check_fit": "a variance, a scalar"},
   "_methods/_dim_reduce/_quasi_newton.py": {
     "find_direction": "a ratio, a scalar",
     "attempt": "a loss",
     "next_step": "a length, a scalar",
   },
-  "_methods/_dim_reduce/_transform.py": {"_search": "a loss"},
+  "_methods/_dim_reduce/_dim_reduce.py": {"_search": "a loss"},
   "_form/_finiteness.py": {
     "_sums": "sums of zeros and NaN",
     "_sums_in_links": "sums of zeros and NaN",

@@ -15,7 +15,7 @@ import optax
 import pytest
 
 import optax_boost
-from optax_boost._methods._sgperm import _device, _execution, _host
+from optax_boost._methods._sgperm import _device_search, _execution, _host_search
 from optax_boost._trace import _jaxpr
 from tests import layer_losses
 from tests.sgperm import oracle as oracle
@@ -61,13 +61,13 @@ def compiler(request, monkeypatch):
   """Runs the host's search without and with its compiler."""
   if request.param == "numba":
     pytest.importorskip("numba")
-  monkeypatch.setattr(_host, "have_numba", lambda: request.param == "numba")
+  monkeypatch.setattr(_host_search, "have_numba", lambda: request.param == "numba")
 
 
 def on_host(weights, wishes, order, size, ranges, alpha, remainder):
   fractions = brackets(alpha, weights.shape[1], weights.dtype)
-  work = _host.Work(weights.T, wishes.T, order.T, size, fractions)
-  return _host.permute(work, remainder=remainder).T
+  work = _host_search.Work(weights.T, wishes.T, order.T, size, fractions)
+  return _host_search.permute(work, remainder=remainder).T
 
 
 @every_trace
@@ -166,8 +166,8 @@ def test_the_program_of_the_migration_page_repeats_runs_that_draw_nothing(name):
 
 @functools.partial(jax.jit, static_argnames=("sizes", "remainder"))
 def device_step(weights, wishes, order, size, fractions, *, sizes, remainder):
-  work = _host.Work(weights, wishes, order, size, fractions)
-  return _device.permute(work, sizes=sizes, remainder=remainder)
+  work = _host_search.Work(weights, wishes, order, size, fractions)
+  return _device_search.permute(work, sizes=sizes, remainder=remainder)
 
 
 def on_device(weights, wishes, order, size, ranges, alpha, remainder):
@@ -301,9 +301,9 @@ def test_a_permuted_target_is_found_up_to_swapped_neighbours(kwargs):
 
 def test_device_and_host_agree_and_nothing_is_compiled_again_while_drawn_subsets_grow(monkeypatch):
   # Several bands of sizes, as in long vectors; and two leaves that the device permutes as one.
-  monkeypatch.setattr(_device, "_FEW_WORDS", 0)
-  monkeypatch.setattr(_device, "_BANDS", 2)
-  _device.permute.clear_cache()
+  monkeypatch.setattr(_device_search, "_FEW_WORDS", 0)
+  monkeypatch.setattr(_device_search, "_BANDS", 2)
+  _device_search.permute.clear_cache()
   start, grads = problem()
   start["twin"] = jnp.cos(start["kernel"])
   options = {"lamda": 0.2, "beta2": 1.2, "lamda_max": 1.0, "partition_size_min": 2, "key": 7}

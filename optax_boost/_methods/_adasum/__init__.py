@@ -19,9 +19,17 @@ bytes of an all-reduce, in 3 + log2(N) collectives for any number of leaves. Eac
 on one device only, so all replicas get the same bits.
 
 Source: Maleki et al., "Scaling Distributed Training with Adaptive Summation", arXiv:2006.02924.
+
+Modules:
+
+  _adasum     the arguments, the state, and which leaves are a group
+  _layers     cuts leaves that hold several layers into one leaf per layer
+  _chunks     concatenates all leaves into one vector, and cuts it into chunks
+  _pairs      the formulas of one level of the tree
+  _reduction  walks the tree, on one device or over several
 """
 
-from optax_boost._methods._adasum._transform import (
+from optax_boost._methods._adasum._adasum import (
   AdasumState as AdasumState,
   adasum as adasum,
   adasum_reduce as adasum_reduce,

@@ -1,6 +1,12 @@
-"""Decides from a trace of a model which BatchNorms are removed; used by the NNX and Linen forms."""
+"""Decides from a trace of a model which BatchNorms are removed; used by the NNX and Linen forms.
 
-from optax_boost._methods._less_bn._flow import (
+Modules:
+
+  _data_graph  the operations on the data in a traced model, as a graph
+  _plan        which BatchNorms of the graph are removed, and which dense layer is normalized
+"""
+
+from optax_boost._methods._less_bn._data_graph import (
   mark_norm as mark_norm,
   on_arrays as on_arrays,
   trace_flows as trace_flows,

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import jax
 
 from optax_boost._foundation import _checks, _warnings
-from optax_boost._methods._less_bn import _flow
+from optax_boost._methods._less_bn import _data_graph
 
 Role: TypeAlias = Literal["outside", "shortcut", "inner", "last"]
 # Convolutions of a bottleneck block.
@@ -40,7 +40,7 @@ Predicate: TypeAlias = Callable[[NormPlace], bool]
 class Trace(NamedTuple):
   """A traced model: the flow of each of its inputs, and paths of its modules."""
 
-  flows: list[_flow.Flow]
+  flows: list[_data_graph.Flow]
   norms: list[str]
   dense: list[str]
 
@@ -76,7 +76,7 @@ def make_plan(
     "predicate", predicate, "predicate(place: NormPlace) -> bool", optional=True
   )
   _checks.check_callable("on_plan", on_plan, "on_plan(plan: Plan)", optional=True)
-  if not any(map(_flow.is_abstract, jax.tree.leaves((args, kwargs)))):
+  if not any(map(_data_graph.is_abstract, jax.tree.leaves((args, kwargs)))):
     got = ", ".join(map(_checks.shorten, [*args, *kwargs.values()])) or "none"
     raise ValueError(
       "`less_bn` traces the model, so it needs the model's inputs, arrays or"
@@ -110,7 +110,7 @@ def _goes(place: NormPlace) -> bool:
   return place.role == "inner" and place.layers >= _BOTTLENECK
 
 
-def _places(flows: Sequence[_flow.Flow]) -> dict[str, NormPlace]:
+def _places(flows: Sequence[_data_graph.Flow]) -> dict[str, NormPlace]:
   """The place of each BatchNorm over all inputs; a shared one is removed if each use would be."""
   places: dict[str, NormPlace] = {}
   for flow in flows:
@@ -126,7 +126,7 @@ def _places(flows: Sequence[_flow.Flow]) -> dict[str, NormPlace]:
   return places
 
 
-def _in_blocks(flow: _flow.Flow) -> dict[int, NormPlace]:
+def _in_blocks(flow: _data_graph.Flow) -> dict[int, NormPlace]:
   """The place of each BatchNorm in the innermost block around it, by the BatchNorm's node."""
   outside = {n: NormPlace(flow.nodes[n].path, "outside") for n in flow.norms}
   places = {n: (math.inf, place) for n, place in outside.items()}
@@ -143,7 +143,7 @@ def _in_blocks(flow: _flow.Flow) -> dict[int, NormPlace]:
   return {n: place for n, (_, place) in places.items()}
 
 
-def _place(flow: _flow.Flow, n: int, side: list[int], *, shortcut: bool) -> NormPlace:
+def _place(flow: _data_graph.Flow, n: int, side: list[int], *, shortcut: bool) -> NormPlace:
   norms = [m for m in side if flow.nodes[m].kind == "norm"]
   before = {flow.source(m) for m in norms}
   weights = [m for m in side if flow.has_weights(m)]
@@ -153,7 +153,7 @@ def _place(flow: _flow.Flow, n: int, side: list[int], *, shortcut: bool) -> Norm
   return NormPlace(flow.nodes[n].path, role, layers)
 
 
-def _last_dense(flows: Sequence[_flow.Flow], dense: Collection[str]) -> str | None:
+def _last_dense(flows: Sequence[_data_graph.Flow], dense: Collection[str]) -> str | None:
   for flow in flows:
     before = {
       n for out in flow.outputs for n in range(out + 1) if n == out or flow.leads_to(n, out)

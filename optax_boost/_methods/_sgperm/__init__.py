@@ -1,4 +1,18 @@
-"""SGPerm and LaPerm: training by permuting weights."""
+"""SGPerm and LaPerm: training by permuting weights.
+
+Modules:
+
+  _sgperm           the arguments of SGPerm, its state and its step
+  _laperm           LaPerm: an inner optimizer, and a permutation every few steps
+  _weight_vectors   which axes of a leaf make up a weight vector; which leaves are permuted
+  _schedules        alpha, lamda and the size of a subset in each step
+  _device_search    the exact step on the device
+  _host_search      the exact step on the host, in NumPy or numba
+  _pairs_and_ranks  the methods "pairs" and "rank"
+  _execution        how these run: leaves of equal length together, in blocks, across devices
+  _sorting          stable sorts that are fast on CPUs
+  _permuted_params  the trained model: exact params, the permutation, and its file
+"""
 
 from optax_boost._methods._sgperm._laperm import laperm as laperm
 from optax_boost._methods._sgperm._permuted_params import (

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_boost._foundation import _placement
-from optax_boost._methods._sgperm import _layout, _sorting
+from optax_boost._methods._sgperm import _sorting, _weight_vectors
 
 # Weights in a block, on a CPU and on accelerators (for these a guess, to bound memory).
 _WEIGHTS, _MANY_WEIGHTS = 2**18, 2**22
@@ -31,7 +31,7 @@ Kernel: TypeAlias = Callable[..., Sequence[jax.Array]]
 def permute(
   run: Callable[..., Sequence[Sequence[jax.Array]]],
   args: Any,
-  layouts: Sequence[_layout.Layout],
+  layouts: Sequence[_weight_vectors.Layout],
   params: Sequence[jax.Array],
   moving: Sequence[Any],
   fixed: Sequence[Any],
@@ -42,7 +42,7 @@ def permute(
     run: makes the step. It is called with the movable leaves' layouts, `args`, and for each leaf
       its arrays of `moving` and its arrays of `fixed`. It must not close over other arrays. For
       each leaf it returns the new arrays of `moving`, shaped as
-      :meth:`_layout.Layout.fan_in_first` or as columns.
+      :meth:`_weight_vectors.Layout.fan_in_first` or as columns.
     args: a tuple of arrays.
     layouts: of each leaf.
     params: the leaves, which tell the shardings: a state restored without shardings has none.
@@ -78,7 +78,7 @@ def permute(
 
 def together(
   kernel: Kernel,
-  layouts: Sequence[_layout.Layout],
+  layouts: Sequence[_weight_vectors.Layout],
   moving: Sequence[Sequence[jax.Array]],
   fixed: Sequence[Sequence[jax.Array]],
 ) -> list[Sequence[jax.Array]]:

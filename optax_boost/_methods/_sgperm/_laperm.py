@@ -19,7 +19,7 @@ import optax
 
 from optax_boost._form import _protocol, _transformation
 from optax_boost._foundation import _arrays, _checks, _conditionals, _types
-from optax_boost._methods._sgperm import _execution, _fast, _layout, _sorting
+from optax_boost._methods._sgperm import _execution, _pairs_and_ranks, _sorting, _weight_vectors
 from optax_boost._trace import _layer_axes
 
 _METHOD = "laperm"
@@ -111,7 +111,7 @@ def laperm(
   inner = _checks.check_transformation("inner", inner)
   if not callable(sync_every):
     _checks.check_whole_number("sync_every", sync_every)
-  cutter = _layout.Cutter(_METHOD, layout, layers, exclude)
+  cutter = _weight_vectors.Cutter(_METHOD, layout, layers, exclude)
   return _Laperm(inner, sync_every, cutter).transformation()
 
 
@@ -120,7 +120,7 @@ class _Laperm(NamedTuple):
 
   inner: optax.GradientTransformationExtraArgs
   sync_every: Any
-  cutter: _layout.Cutter
+  cutter: _weight_vectors.Cutter
 
   def transformation(self) -> optax.GradientTransformationExtraArgs:
     return _transformation.transformation(
@@ -143,7 +143,7 @@ class _Laperm(NamedTuple):
       count=jnp.zeros([], jnp.int32),
       synced=jnp.ones([], bool),
       permuted_params=_arrays.copy_arrays(permuted),
-      permutation=jax.tree.map(_layout.identity, permuted),
+      permutation=jax.tree.map(_weight_vectors.identity, permuted),
       inner_state=self.inner.init(params),
       made=jnp.zeros([], bool),
     )
@@ -195,18 +195,21 @@ class _Laperm(NamedTuple):
 
 
 def _synchronize(
-  layouts: list[_layout.Layout], steps: list[jax.Array], weights: list[Any], params: list[jax.Array]
+  layouts: list[_weight_vectors.Layout],
+  steps: list[jax.Array],
+  weights: list[Any],
+  params: list[jax.Array],
 ) -> tuple[list[jax.Array], list[Any]]:
   """The updates that lead to the permutation nearest to free steps, and the weights there."""
   trained = optax.apply_updates(params, steps)
   moved = _execution.permute(_to_nearest, (), layouts, params, weights, [trained])
-  return list(map(_layout.difference, steps, params, jax.tree.leaves(moved[0]))), moved
+  return list(map(_weight_vectors.difference, steps, params, jax.tree.leaves(moved[0]))), moved
 
 
 def _to_nearest(layouts: Any, args: Any, weights: Any, trained: Any) -> Any:
   def kernel(values: jax.Array, entries: jax.Array, trained: jax.Array) -> list[jax.Array]:
     # NaN counts as the largest.
-    ranks = _fast.ranks(jnp.where(jnp.isnan(trained), jnp.inf, trained))
+    ranks = _pairs_and_ranks.ranks(jnp.where(jnp.isnan(trained), jnp.inf, trained))
     source = _sorting.gather(_sorting.argsort(values), ranks)
     return _execution.gather([values, entries], source)
 

@@ -28,14 +28,14 @@ import optax
 from optax_boost._form import _finiteness, _protocol, _transformation
 from optax_boost._foundation import _arrays, _checks, _trees
 from optax_boost._methods._sgperm import (
-  _device,
+  _device_search,
   _execution,
-  _fast,
-  _host,
-  _layout,
+  _host_search,
+  _pairs_and_ranks,
   _permuted_params,
   _schedules,
   _sorting,
+  _weight_vectors,
 )
 from optax_boost._trace import _layer_axes
 
@@ -191,7 +191,7 @@ def sgperm(
       " none. Pass `key=jax.random.key(...)` or a seed."
     )
   transform = _Sgperm(
-    cutter=_layout.Cutter(_METHOD, layout, layers),
+    cutter=_weight_vectors.Cutter(_METHOD, layout, layers),
     schedules=schedules,
     momentum=_schedules.as_float(momentum),
     momentum_lr=_schedules.as_float(momentum_lr),
@@ -210,7 +210,7 @@ def sgperm(
 class _Sgperm:
   """The transformation; its fields are as the arguments of :func:`sgperm`."""
 
-  cutter: _layout.Cutter
+  cutter: _weight_vectors.Cutter
   schedules: _schedules.Schedules
   momentum: Any
   momentum_lr: Any
@@ -231,7 +231,7 @@ class _Sgperm:
       key=jnp.array(jax.random.key_data(self.key)),
       momentum=_arrays.zeros_like_wide(params),
       permuted_params=_arrays.copy_arrays(params),
-      permutation=jax.tree.map(_layout.identity, params),
+      permutation=jax.tree.map(_weight_vectors.identity, params),
       ranks=optax.tree.zeros_like(params, dtype=jnp.int32) if ranked else (),
       ranked_axes=jnp.zeros([], jnp.int32),
       notfinite_count=jnp.zeros([], jnp.int32),
@@ -257,7 +257,7 @@ class _Sgperm:
       [state.permuted_params, state.permutation, *([state.ranks] if self.method == "rank" else [])],
       [momentum, *_orders_to_replay(partitions, updates, layouts)],
     )
-    steps = _trees.map_leaves(_layout.difference, updates, params, exact)
+    steps = _trees.map_leaves(_weight_vectors.difference, updates, params, exact)
     return steps, state._replace(
       count=optax.safe_increment(state.count),
       alpha=self.schedules.alpha(state.count),
@@ -286,7 +286,7 @@ class _Sgperm:
 
   def _run(
     self,
-    layouts: Sequence[_layout.Layout],
+    layouts: Sequence[_weight_vectors.Layout],
     args: tuple[jax.Array, jax.Array, jax.Array],
     weights: Sequence[Sequence[jax.Array]],
     fixed: Sequence[Sequence[jax.Array]],
@@ -300,7 +300,9 @@ class _Sgperm:
     alpha = self.schedules.alpha(count)
 
     def pairs(values: jax.Array, entries: jax.Array, momentum: jax.Array) -> list[jax.Array]:
-      source = _fast.pairs(values, _fast.targets(values, momentum, alpha), bits)
+      source = _pairs_and_ranks.pairs(
+        values, _pairs_and_ranks.targets(values, momentum, alpha), bits
+      )
       return _execution.gather([values, entries], source)
 
     def rank(
@@ -310,7 +312,7 @@ class _Sgperm:
       order = jax.lax.cond(
         unranked, lambda: _sorting.argsort(values), lambda: _sorting.inverse(ranks)
       )
-      new_ranks = _fast.ranks(_fast.targets(values, momentum, alpha))
+      new_ranks = _pairs_and_ranks.ranks(_pairs_and_ranks.targets(values, momentum, alpha))
       return [*_execution.gather([values, entries], _sorting.gather(order, new_ranks)), new_ranks]
 
     def exact(
@@ -324,7 +326,7 @@ class _Sgperm:
 
       sizes = self.schedules.sizes(len(values), self.least)
       work = self._work(count, bits, columns(values), columns(momentum), *map(columns, partitions))
-      source = _device.permute(work, sizes=sizes, remainder=self.remainder)
+      source = _device_search.permute(work, sizes=sizes, remainder=self.remainder)
       return _execution.gather([values, entries], jnp.moveaxis(source.reshape(shape), -1, 1))
 
     if self.method != "exact" or not self._on_host():
@@ -341,11 +343,11 @@ class _Sgperm:
     return [_execution.gather(arrays, x) for arrays, x in zip(columns, sources, strict=True)]
 
   def _random_bits(
-    self, count: jax.Array, key: jax.Array, layouts: Sequence[_layout.Layout]
+    self, count: jax.Array, key: jax.Array, layouts: Sequence[_weight_vectors.Layout]
   ) -> jax.Array:
     """Random words, one draw that all leaves share: weights never move between vectors."""
     drawn = [lay.length for lay in layouts if self.method == "exact" and self._draws(lay.length)]
-    most = _fast.ROUNDS if self.method == "pairs" else max(drawn, default=0)
+    most = _pairs_and_ranks.ROUNDS if self.method == "pairs" else max(drawn, default=0)
     step_key = jax.random.wrap_key_data(key, impl=jax.random.key_impl(self.key))
     return jax.random.bits(jax.random.fold_in(step_key, count), (most,), jnp.uint32)
 
@@ -360,14 +362,14 @@ class _Sgperm:
     values: jax.Array,
     momentum: jax.Array,
     order: Any = None,
-  ) -> _host.Work:
+  ) -> _host_search.Work:
     """The inputs of an exact step of columns; without an `order` one is drawn from `bits`."""
     n = len(values)
     if order is None:
       order = _sorting.argsort(bits[:n]) if self._draws(n) else jnp.arange(n, dtype=jnp.int32)
     size = self.schedules.size(count, n, self.least)
     brackets = self.schedules.brackets(count, n).astype(values.dtype)
-    return _host.Work(values, momentum, order, size, brackets)
+    return _host_search.Work(values, momentum, order, size, brackets)
 
   def _on_host(self) -> bool:
     """Whether the exact step runs on the host."""
@@ -375,13 +377,13 @@ class _Sgperm:
       return self.backend == "host"
     # The host kernel is faster on a CPU, but gathers sharded leaves.
     alone = jax.default_backend() == "cpu" and jax.device_count() == 1
-    return alone and _host.have_numba()
+    return alone and _host_search.have_numba()
 
 
 # Jitted and with a sharding hint, because outside of a jit the results of a callback would not be
 # on the mesh of the weights.
 @functools.partial(jax.jit, static_argnums=1)
-def _called_back(works: list[_host.Work], remainder: bool) -> list[jax.Array]:
+def _called_back(works: list[_host_search.Work], remainder: bool) -> list[jax.Array]:
   shapes = [jax.ShapeDtypeStruct(work.weights.shape, jnp.int32) for work in works]
   callback = functools.partial(_permute_on_host, remainder=remainder)
   sources = jax.pure_callback(callback, shapes, works, vmap_method="broadcast_all")
@@ -391,7 +393,7 @@ def _called_back(works: list[_host.Work], remainder: bool) -> list[jax.Array]:
   ]
 
 
-def _permute_on_host(works: list[_host.Work], *, remainder: bool) -> list[np.ndarray]:
+def _permute_on_host(works: list[_host_search.Work], *, remainder: bool) -> list[np.ndarray]:
   """The exact step of each leaf; ``vmap`` may have put more axes before those of the leaf."""
   results = []
   for work in works:
@@ -399,13 +401,13 @@ def _permute_on_host(works: list[_host.Work], *, remainder: bool) -> list[np.nda
     sources = np.empty(arrays.weights.shape, np.int32)
     for index in np.ndindex(sources.shape[:-2]):
       one = jax.tree.map(lambda x, index=index: x[index], arrays)
-      sources[index] = _host.permute(one, remainder=remainder)
+      sources[index] = _host_search.permute(one, remainder=remainder)
     results.append(sources)
   return results
 
 
 def _orders_to_replay(
-  partitions: Any, updates: Any, layouts: list[_layout.Layout]
+  partitions: Any, updates: Any, layouts: list[_weight_vectors.Layout]
 ) -> list[list[jax.Array]]:
   """The extra argument `partitions` as a list of one list, each array in its leaf's shape.
 

@@ -11,14 +11,14 @@ import numpy as np
 
 from optax_boost._form import _finiteness
 from optax_boost._foundation import _arrays, _mesh_axes
-from optax_boost._methods._adasum import _layout, _pairs
+from optax_boost._methods._adasum import _chunks, _pairs
 
 
 @functools.partial(jax.jit, static_argnums=1)
 def reduce_stacked(leaves: list[jax.Array], groups: tuple[int, ...]) -> list[jax.Array]:
   """:func:`adasum_reduce` on leaves and the numbers of their groups."""
   replicas = leaves[0].shape[0]
-  layouts = _layout.layouts(
+  layouts = _chunks.layouts(
     [jax.eval_shape(lambda x: x[0], leaf) for leaf in leaves], groups, chunks=1
   )
   largest = _of_groups(jnp.stack(list(map(jax.vmap(_largest), leaves)), axis=1), groups)
@@ -27,9 +27,9 @@ def reduce_stacked(leaves: list[jax.Array], groups: tuple[int, ...]) -> list[jax
     rows = [leaves[i].reshape(replicas, -1 if leaves[i].size else 0) for i in layout.leaves]
     padding = jnp.zeros((replicas, layout.chunk - sum(row.shape[1] for row in rows)), layout.dtype)
     joined = jnp.concatenate([*rows, padding], axis=1)
-    chunks.append(_layout.Chunk(layout, list(joined), jnp.asarray(layout.blocks[0])))
+    chunks.append(_chunks.Chunk(layout, list(joined), jnp.asarray(layout.blocks[0])))
   vectors, _, finite = _walk(chunks, largest, lambda sums: sums)
-  return _only_finite(_layout.unpack(layouts, vectors), groups, finite)
+  return _only_finite(_chunks.unpack(layouts, vectors), groups, finite)
 
 
 # Compiled as one program even if `update` is called without `jit`.
@@ -44,23 +44,23 @@ def reduce_over_devices(
   """The adaptive sums over all devices, the orthogonality, and whether a leaf was not finite."""
   replicas, nearby = jax.lax.axis_size(axes), jax.lax.axis_size(local_axes)
   every_axis = axes + local_axes + shard_axes
-  layouts = _layout.layouts(leaves, groups, chunks=replicas * nearby)
+  layouts = _chunks.layouts(leaves, groups, chunks=replicas * nearby)
   owner = jax.lax.axis_index(local_axes + axes)
   of_replica = jnp.arange(replicas)[:, None] == jax.lax.axis_index(axes)
   largest = jnp.where(of_replica, jnp.stack(list(map(_largest, leaves))), 0)
   largest = jax.lax.pmax(_of_groups(largest, groups), every_axis)
   chunks = []
   for layout in layouts:
-    x = _layout.pack(leaves, layout, replicas * nearby, owner)
+    x = _chunks.pack(leaves, layout, replicas * nearby, owner)
     if nearby > 1:
       x = _mean_nearby(x.reshape(nearby, replicas, layout.chunk), local_axes, nearby)
     if replicas > 1:
       x = jax.lax.all_to_all(x, axes, 0, 0, tiled=True)
-    chunks.append(_layout.Chunk(layout, list(x), jnp.asarray(layout.blocks)[owner]))
+    chunks.append(_chunks.Chunk(layout, list(x), jnp.asarray(layout.blocks)[owner]))
   total = functools.partial(jax.lax.psum, axis_name=every_axis)
   parts, orthogonality, finite = _walk(chunks, largest, total)
   vectors = [_gather(part, local_axes + axes) for part in parts]
-  outputs = _only_finite(_layout.unpack(layouts, vectors), groups, finite)
+  outputs = _only_finite(_chunks.unpack(layouts, vectors), groups, finite)
   return outputs, orthogonality, ~jnp.all(finite)
 
 
@@ -88,7 +88,7 @@ def _only_finite(
 
 
 def _walk(
-  chunks: Sequence[_layout.Chunk],
+  chunks: Sequence[_chunks.Chunk],
   largest: jax.Array,
   total: Callable[[_pairs.Sums], _pairs.Sums],
 ) -> tuple[list[jax.Array], jax.Array, jax.Array]:
@@ -117,7 +117,7 @@ def _walk(
 
 
 def _pass(
-  chunk: _layout.Chunk,
+  chunk: _chunks.Chunk,
   nodes: list[jax.Array],
   factors: _pairs.Factors | None,
   scales: jax.Array | None,
@@ -137,7 +137,7 @@ def _pass(
     level = nodes
     if factors is not None:
       level = [results[i // 2] if i % 2 == 0 else node for i, node in enumerate(nodes)]
-    x, start, counts, group = _layout.cut_block(chunk, level, wide, number)
+    x, start, counts, group = _chunks.cut_block(chunk, level, wide, number)
     if factors is not None:
       old = x[::2]
       x = _pairs.combine(x, factors, group)

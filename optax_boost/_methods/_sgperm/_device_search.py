@@ -42,7 +42,7 @@ This is the closed form of the search, which holds if the weights between the en
   ...   n = len(weights)
   ...   columns = (jnp.array(x, jnp.float32)[:, None] for x in (weights, momentum))
   ...   brackets = jnp.full(n + 1, 2.5 / (max(weights) - min(weights)))  # so epsilon is 2.5
-  ...   work = _host.Work(*columns, jnp.arange(n), jnp.int32(n), brackets)
+  ...   work = _host_search.Work(*columns, jnp.arange(n), jnp.int32(n), brackets)
   ...   return permute(work, sizes=(n, n), remainder=True)[:, 0].tolist()
   >>> received([1, 2, 3, 4, 5, 6], [-3, -1, 2, -4, 5, 1])
   [1, 2, 0, 4, 3, 5]
@@ -68,14 +68,14 @@ import jax
 import jax.numpy as jnp
 
 from optax_boost._foundation import _arrays
-from optax_boost._methods._sgperm import _host, _sorting
+from optax_boost._methods._sgperm import _host_search, _sorting
 
 # The words of a vector in all lanes that are not worth a second search; and the most searches.
 _FEW_WORDS, _BANDS = 64, 4
 
 
 @functools.partial(jax.jit, static_argnames=("sizes", "remainder"))
-def permute(work: _host.Work, *, sizes: tuple[int, int], remainder: bool) -> jax.Array:
+def permute(work: _host_search.Work, *, sizes: tuple[int, int], remainder: bool) -> jax.Array:
   """One exact step: (n, m) int32, for each position the one whose weight it receives.
 
   `sizes`: the least and the largest size that a subset has in any step. `remainder`: whether the
@@ -86,7 +86,7 @@ def permute(work: _host.Work, *, sizes: tuple[int, int], remainder: bool) -> jax
     return _permute(work, sizes, remainder)
 
 
-def _permute(work: _host.Work, sizes: tuple[int, int], remainder: bool) -> jax.Array:
+def _permute(work: _host_search.Work, sizes: tuple[int, int], remainder: bool) -> jax.Array:
   n = work.weights.shape[0]
   size = jnp.minimum(work.size, n)
   position = _by_subset_and_weight(work.weights, work.order, size)

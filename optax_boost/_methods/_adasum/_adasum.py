@@ -11,7 +11,7 @@ import optax
 from optax_boost._form import _protocol, _transformation
 from optax_boost._foundation import _arrays, _mesh_axes, _paths, _patterns, _tree_checks
 from optax_boost._methods import _leaves
-from optax_boost._methods._adasum import _reduce, _split_layers
+from optax_boost._methods._adasum import _layers, _reduction
 from optax_boost._trace import _layer_axes
 
 
@@ -62,7 +62,7 @@ def adasum_reduce(stacked: Any, *, groups: str | Sequence[str] | None = None) ->
         f" got shape {jnp.shape(leaf)} for the leaf '{_paths.leaf_name(path)}' and"
         f" {jnp.shape(leaves[0])} for '{paths[0] or 'params'}'."
       )
-  reduced = _reduce.reduce_stacked(leaves, _group_numbers(paths, patterns))
+  reduced = _reduction.reduce_stacked(leaves, _group_numbers(paths, patterns))
   return jax.tree.unflatten(structure, reduced)
 
 
@@ -178,12 +178,12 @@ def adasum(
     for argument, value in names.items():
       _mesh_axes.require_axis(argument, value, "adasum", optional=argument != "axis_name")
     known = own_layers or _leaves.check_layers(layers)
-    paths, parts, join = _split_layers.split_layers(updates, known)
+    paths, parts, join = _layers.split_layers(updates, known)
     if not parts:
       return updates, state
     _leaves.warn_of_unknown_axes("adasum", _layer_axes.leaves_of(updates), known)
     check_not_summed(parts, axes + local_axes)
-    outputs, orthogonality, notfinite = _reduce.reduce_over_devices(
+    outputs, orthogonality, notfinite = _reduction.reduce_over_devices(
       parts, _group_numbers(paths, patterns), axes, local_axes, shard_axes
     )
     return join(outputs), AdasumState(
