@@ -5,7 +5,7 @@ The modules, each of which imports those before it:
   _protocol         what a state's type declares: metrics, requests, its outcome, exact params
   _finiteness       the one rule of finiteness: ``finite_entries`` defines which entries of
                     gradients, params and states are finite
-  _own_state        whose state is this: tells it from one of other params or transformations
+  _state_check      refuses the state of other params or of another transformation
   _form             what a transformation says of itself: its name, its arguments, what it holds,
                     what it changes or keeps
   _compositions     the transformations inside a transformation, of this package, of optax and of

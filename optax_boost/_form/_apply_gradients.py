@@ -4,7 +4,7 @@ from typing import Any
 
 import optax
 
-from optax_boost._form import _driver, _own_state
+from optax_boost._form import _driver, _state_check
 from optax_boost._foundation import _arrays, _checks, _extra_args, _tree_checks
 
 
@@ -58,7 +58,7 @@ def apply_gradients(
   # XLA 24: params come before the state in the results, so that both can be donated in this order.
   tx = _checks.check_transformation("tx", tx)
   _tree_checks.check_same_tree(grads, _tree_checks.differentiated(params), "apply_gradients")
-  _own_state.check(tx, opt_state, params)
+  _state_check.check(tx, opt_state, params)
   grads, params = _arrays.as_jax((grads, params))
   return step_in_place(tx, grads, opt_state, params, _extra_args.as_jax_gradients(extra_args))
 

@@ -332,7 +332,7 @@ def apply_updates(
     for name in _protocol.declared(node, "exact"):
       trees = (new, params, updates, getattr(node, name))
       leaves = [_masks.leaves_like(tree, params) for tree in trees]
-      fitting = [of_tree for of_tree in leaves if of_tree is not None]
+      fitting = [tree_leaves for tree_leaves in leaves if tree_leaves is not None]
       if len(fitting) == len(trees):
         new = jax.tree.unflatten(structure, list(map(reach_if, *fitting)))
   return new

@@ -54,8 +54,8 @@ def none_lost(new: Any, old: Any, new_state: Any = (), old_state: Any = ()) -> j
   infinite or become finite, but not NaN. Integers are always finite. A param's new value and its
   new moments are computed from the same arrays, so one loop checks both and reads the arrays once.
   """
-  of_params, of_state = _inexact_pairs(new, old), _inexact_pairs(new_state, old_state)
-  return _is_sound(_by_param(of_params, of_state))
+  param_pairs, state_pairs = _inexact_pairs(new, old), _inexact_pairs(new_state, old_state)
+  return _is_sound(_by_param(param_pairs, state_pairs))
 
 
 def sum_is_finite(total: Any, addend: Any) -> jax.Array:
@@ -100,7 +100,7 @@ def _inexact_pairs(new: Any, old: Any) -> list[tuple[Any, Any]]:
 
 
 def _by_param(
-  of_params: Sequence[tuple[Any, Any]], of_state: Sequence[tuple[Any, Any]]
+  param_pairs: Sequence[tuple[Any, Any]], state_pairs: Sequence[tuple[Any, Any]]
 ) -> list[list[tuple[Any, Any]]]:
   """Groups pairs of one shape: the pairs of a param, or of a few small params, are one group."""
 
@@ -109,10 +109,10 @@ def _by_param(
     return array.shape, _arrays.accumulator_dtype(array.dtype), array.sharding
 
   by_kind: dict[Any, list[list[tuple[Any, Any]]]] = {}
-  for pair in of_params:
+  for pair in param_pairs:
     by_kind.setdefault(kind(pair), []).append([pair])
   seen: collections.Counter[Any] = collections.Counter()
-  for pair in of_state:
+  for pair in state_pairs:
     params = by_kind.setdefault(kind(pair), [[]])
     # A tree of moments has the params' leaves in the params' order.
     params[seen[kind(pair)] % len(params)].append(pair)
@@ -175,4 +175,4 @@ def _zero_or_nan(new: jax.Array, old: jax.Array | None, link: jax.Array) -> jax.
 
 def _total(sums: Sequence[jax.Array]) -> jax.Array:
   zero = jnp.zeros([], jnp.float32)
-  return jnp.sum(jnp.stack([zero, *(of_one.astype(jnp.float32) for of_one in sums)]))
+  return jnp.sum(jnp.stack([zero, *(one.astype(jnp.float32) for one in sums)]))

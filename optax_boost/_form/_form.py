@@ -56,8 +56,8 @@ class Form:
       _tree_checks.require_params(params, self.method)
     _tree_checks.require_state(state, self.state_type, self.method)
     if params is not None:
-      of_gradients = _tree_checks.differentiated(params) if self.allows_pairs else params
-      _tree_checks.check_same_tree(updates, of_gradients, self.method)
+      like_gradients = _tree_checks.differentiated(params) if self.allows_pairs else params
+      _tree_checks.check_same_tree(updates, like_gradients, self.method)
     self.check_leaves(updates)
 
   def check_leaves(self, tree: Any) -> None:

@@ -175,8 +175,8 @@ def _part_made_step(before: dict[Any, Any], after: dict[Any, Any]) -> Any:
   # `optax.set_to_zero` moves no params. It is one transformation without a state; a chain of such,
   # as `optax.sgd`, has a tuple of states.
   moving = [key for key in after if not isinstance(inner[key], optax.EmptyState)]
-  of_parts = [made_step(before[key], after[key]) for key in moving or after]
-  return functools.reduce(operator.or_, of_parts, np.bool_(False))
+  parts_made_step = [made_step(before[key], after[key]) for key in moving or after]
+  return functools.reduce(operator.or_, parts_made_step, np.bool_(False))
 
 
 def left_out(before: optax.OptState, after: optax.OptState) -> Any:

@@ -11,7 +11,7 @@ import optax
 
 from optax_boost._foundation import _extra_args, _masks, _types
 from optax_boost._trace import _frozen_scans
-from optax_boost._train_step import _requests, _traced_loss
+from optax_boost._train_step import _state_requests, _traced_loss
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -28,8 +28,8 @@ class Objective:
 
   loss: Callable[[optax.Params], tuple[jax.Array, Any]]
   traced: _traced_loss.TracedLoss
-  scaling: _requests.ScaleRequest | None
-  freezing: _requests.FreezeRequest | None
+  scaling: _state_requests.ScaleRequest | None
+  freezing: _state_requests.FreezeRequest | None
   must_depend: bool = False
 
   def value_and_grad(self, params: optax.Params) -> tuple[tuple[jax.Array, Any], optax.Updates]:
@@ -80,7 +80,7 @@ class Objective:
     def value_fn(params: optax.Params) -> jax.Array:
       return self.loss(_masks.fill_masked(params, current))[0]
 
-    grad_fn = of_masked(lambda params: self.value_and_grad(params)[1], current)
+    grad_fn = accept_masked(lambda params: self.value_and_grad(params)[1], current)
     return {"value_fn": value_fn, "grad_fn": grad_fn, "obj_fn": value_fn}
 
 
@@ -111,7 +111,7 @@ def steepest_ascent(gradients: _types.SameTree) -> _types.SameTree:
   return jax.tree.map(lambda g: jnp.conj(g) if jnp.iscomplexobj(g) else g, gradients)
 
 
-def of_masked(
+def accept_masked(
   gradient: Callable[[optax.Params], optax.Updates], current: optax.Params
 ) -> _types.Closure:
   """A gradient function of params in which ``optax.masked`` may have hidden leaves."""

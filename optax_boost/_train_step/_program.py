@@ -25,18 +25,19 @@ from typing import Any
 import jax
 import optax
 
-from optax_boost._form import _apply_gradients, _compositions, _own_state, _protocol
+from optax_boost._form import _apply_gradients, _compositions, _protocol, _state_check
 from optax_boost._foundation import _checks, _types, _warnings
 from optax_boost._trace import _layer_axes
 from optax_boost._train_step import (
-  _loss,
+  _frozen_statistics,
+  _loss_output,
   _objective,
-  _requests,
-  _state,
-  _statistics,
+  _rejected_batch,
+  _state_placement,
+  _state_requests,
   _traced_loss,
-  _verdict,
-  _written,
+  _train_state,
+  _written_params,
 )
 
 _TRACED_DEPTH = (
@@ -79,9 +80,9 @@ class Program:
     output = self.loss_fn(params, *statistics, batch, *rngs)
     if _layer_axes.is_stateful(self.loss_fn):
       output, model_state = output
-      loss, (_, aux) = _loss.split_output(output, self.has_aux, False)
+      loss, (_, aux) = _loss_output.split_output(output, self.has_aux, False)
       return loss, (model_state, aux)
-    return _loss.split_output(output, self.has_aux, self.has_model_state)
+    return _loss_output.split_output(output, self.has_aux, self.has_model_state)
 
   def gradient(
     self, model_state: _types.Tree, params: optax.Params, batch: _types.Tree, *rngs: jax.Array
@@ -92,25 +93,27 @@ class Program:
 
   def step(
     self,
-    state: _state.TrainState,
+    state: _train_state.TrainState,
     batch: _types.Tree,
     rng: jax.Array | None,
     data: dict[str, _types.Tree],
     depth: int | None = None,
     placement: tuple[jax.sharding.NamedSharding | None, ...] = (),
-  ) -> tuple[_state.TrainState, _types.Metrics]:
+  ) -> tuple[_train_state.TrainState, _types.Metrics]:
     """One step.
 
     `data` are the arrays of `full_grad_fn`, `depth` the groups frozen, if known, and `placement`
     the state's.
     """
     _checks.check_key("rng", rng)
-    _own_state.check(self.tx, state.opt_state, state.params)
+    _state_check.check(self.tx, state.opt_state, state.params)
     rngs = () if rng is None else (jax.random.fold_in(rng, state.step),)
     arguments = (state.model_state, batch, *rngs)
     traced = _traced_loss.TracedLoss(self.loss, state.params, arguments)
-    scaling = _requests.scale_request(state.opt_state, state.params)
-    freezing, opt_state = _requests.freeze_request(self.tx, state.opt_state, state.params, depth)
+    scaling = _state_requests.scale_request(state.opt_state, state.params)
+    freezing, opt_state = _state_requests.freeze_request(
+      self.tx, state.opt_state, state.params, depth
+    )
     if freezing is not None and depth is None:
       self._warn_once(_TRACED_DEPTH)
     # A method that asks for the layers needs the traced program, which then gives the loss, too.
@@ -121,9 +124,9 @@ class Program:
     (value, (model_state, aux)), grad = objective.value_and_grad(state.params)
     self.losses_checked.add(True)
     # An update starts from the params as the forward pass has left them, as in Flax's loop.
-    start, model_state = _written.take_written_params(state.params, model_state, traced)
+    start, model_state = _written_params.take_written_params(state.params, model_state, traced)
     if freezing is not None and self.hold_frozen_statistics:
-      model_state = _statistics.hold_statistics(
+      model_state = _frozen_statistics.hold_statistics(
         state.model_state,
         model_state,
         state.params,
@@ -136,7 +139,7 @@ class Program:
       gradient = functools.partial(self.gradient, state.model_state)
       rng_args = {"rng": rngs[0]} if rngs else {}
       mean_gradient = functools.partial(self.full_grad_fn, gradient, **data, **rng_args)
-      extra["full_grad_fn"] = _objective.of_masked(mean_gradient, start)
+      extra["full_grad_fn"] = _objective.accept_masked(mean_gradient, start)
     extra["layers"] = _layer_axes.DeferredLayerAxes(traced.layers)
     if self.weight is not None:
       extra["weight"] = self._weight(batch, aux)
@@ -149,18 +152,18 @@ class Program:
     params, opt_state = _apply_gradients.step_in_place(self.tx, grad, opt_state, start, extra)
     rejected = _protocol.left_out(state.opt_state, opt_state)
     metrics = {"loss": value, **_protocol.read_metrics(opt_state)}
-    metrics |= _verdict.metrics(rejected, value)
+    metrics |= _rejected_batch.skip_metrics(rejected, value)
     if freezing is not None:
       # Of this step; the new state holds the next one's.
       metrics["frozen_groups"] = freezing.num_frozen()
     if self.has_aux:
       metrics["aux"] = aux
-    model_state = _verdict.kept(rejected, state.model_state, model_state)
+    model_state = _rejected_batch.keep_if_rejected(rejected, state.model_state, model_state)
     if start is not state.params:
-      params = _verdict.kept(rejected, state.params, params)
-    new_state = _state.TrainState(params, opt_state, model_state, state.step + 1)
-    new_state = jax.tree.map(_state.drop_weak_type, new_state)
-    return _state.keep_placement(new_state, state, placement), metrics
+      params = _rejected_batch.keep_if_rejected(rejected, state.params, params)
+    new_state = _train_state.TrainState(params, opt_state, model_state, state.step + 1)
+    new_state = jax.tree.map(_train_state.drop_weak_type, new_state)
+    return _state_placement.keep_placement(new_state, state, placement), metrics
 
   def _weight(self, batch: _types.Tree, aux: Any) -> Any:
     """The weight of a batch among the micro-batches of :func:`accumulate`."""

@@ -1,16 +1,18 @@
 """The jitted train step: its state, its calls, its options."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from optax_boost._form import _protocol
 from optax_boost._foundation import _checks, _full_gradient, _paths, _tree_checks, _types
 from optax_boost._trace import _layer_axes
-from optax_boost._train_step import _depth, _loss, _program, _state
+from optax_boost._train_step import _frozen_depth, _program, _state_placement, _train_state
 
 
 class TrainStep:
@@ -21,9 +23,9 @@ class TrainStep:
     donated = (0,) if donate else ()
     self._step = jax.jit(program.step, donate_argnums=donated, static_argnums=(4, 5))
     # By the structure of the optimizer state.
-    self._depths: dict[Any, _depth.DepthReader] = {}
+    self._depths: dict[Any, _frozen_depth.DepthReader] = {}
 
-  def init(self, params: optax.Params, model_state: Any = None) -> _state.TrainState:
+  def init(self, params: optax.Params, model_state: Any = None) -> _train_state.TrainState:
     """Makes the state to start from, of copies: the first step donates the state.
 
     Args:
@@ -57,17 +59,17 @@ class TrainStep:
       )
     if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves((params, model_state))):
       state = jax.eval_shape(self.init, params, model_state)
-      return _state.place_abstract(state, params, model_state)
+      return _state_placement.place_abstract(state, params, model_state)
     params, model_state = jax.tree.map(jnp.array, (params, model_state))
     _tree_checks.check_inexact(params, "make_train_step", _tree_checks.KEEP_OUT)
-    state = _state.TrainState(
+    state = _train_state.TrainState(
       params, self.program.tx.init(params), model_state, jnp.zeros([], jnp.int32)
     )
-    return _state.canonicalize_state(state)
+    return _state_placement.canonicalize_state(state)
 
   def __call__(
-    self, state: _state.TrainState, batch: Any, rng: jax.Array | None = None
-  ) -> tuple[_state.TrainState, _types.Metrics]:
+    self, state: _train_state.TrainState, batch: Any, rng: jax.Array | None = None
+  ) -> tuple[_train_state.TrainState, _types.Metrics]:
     """Makes one step; `state` is donated and must not be used afterwards.
 
     Args:
@@ -84,7 +86,9 @@ class TrainStep:
     _check_call(state, rng)
     depths = self._depth_reader(state)
     depth, steps = depths.read(state.opt_state)
-    arguments = self._arguments(_state.commit_like(state, (batch, rng)), batch, rng, depth)
+    arguments = self._arguments(
+      _state_placement.commit_like(state, (batch, rng)), batch, rng, depth
+    )
     try:
       state, metrics = self._step(*arguments)
     except (RuntimeError, ValueError) as error:
@@ -95,13 +99,13 @@ class TrainStep:
 
   def refresh(
     self,
-    state: _state.TrainState,
+    state: _train_state.TrainState,
     batches: Iterable[Any],
     rng: jax.Array | None = None,
     *,
     weight_fn: _types.WeightFn | None = None,
     progress: bool = False,
-  ) -> _state.TrainState:
+  ) -> _train_state.TrainState:
     """Renews the snapshot of :func:`svrg` with one pass over the data, batch by batch.
 
     The statistics that the loss returns are dropped.
@@ -131,11 +135,11 @@ class TrainStep:
     except (RuntimeError, ValueError) as error:
       _explain_deleted(error, state=state)
       raise
-    return _state.canonicalize_state(
+    return _state_placement.canonicalize_state(
       state._replace(opt_state=_protocol.renew_full_gradients(state.opt_state, state.params, full))
     )
 
-  def lower(self, state: _state.TrainState, batch: Any, rng: jax.Array | None = None) -> Any:
+  def lower(self, state: _train_state.TrainState, batch: Any, rng: jax.Array | None = None) -> Any:
     """Lowers the step, like ``jax.jit(...).lower``; arguments as for a step, or abstract ones.
 
     For inspection. To compile ahead of time: ``jax.jit(step).lower(state, batch)``, whose program
@@ -146,16 +150,16 @@ class TrainStep:
     depth, _ = self._depth_reader(state).read(state.opt_state)
     return self._step.lower(*self._arguments(state, batch, rng, depth))
 
-  def _depth_reader(self, state: _state.TrainState) -> _depth.DepthReader:
+  def _depth_reader(self, state: _train_state.TrainState) -> _frozen_depth.DepthReader:
     structure = jax.tree.structure(state.opt_state)
     if structure not in self._depths:
-      self._depths[structure] = _depth.DepthReader(state.opt_state)
+      self._depths[structure] = _frozen_depth.DepthReader(state.opt_state)
     return self._depths[structure]
 
   def _arguments(
-    self, state: _state.TrainState, batch: Any, rng: Any, depth: int | None
+    self, state: _train_state.TrainState, batch: Any, rng: Any, depth: int | None
   ) -> tuple[Any, ...]:
-    return state, batch, rng, self.program.data, depth, _state.placement(state)
+    return state, batch, rng, self.program.data, depth, _state_placement.placement(state)
 
 
 def _check_variables(params: _types.Unchecked) -> None:
@@ -172,7 +176,7 @@ def _check_variables(params: _types.Unchecked) -> None:
 
 
 def _check_call(state: _types.Unchecked, rng: _types.Unchecked) -> None:
-  _state.check_train_state(state)
+  _train_state.check_train_state(state)
   # The array of a key is checked while tracing.
   if rng is not None and not isinstance(rng, jax.Array):
     _checks.check_key("rng", rng)
@@ -274,5 +278,20 @@ def make_train_step(
       f" has_aux=True; got {_checks.shorten(weight)}."
     )
   options["has_model_state"] |= _layer_axes.is_stateful(loss_fn)
-  full_grad_fn, data = _loss.bound_arrays(full_grad_fn)
+  full_grad_fn, data = _bound_arrays(full_grad_fn)
   return TrainStep(_program.Program(loss_fn, tx, full_grad_fn, data, **options), donate)
+
+
+def _bound_arrays(function: Callable[..., Any] | None) -> tuple[Any, dict[str, Any]]:
+  """Takes arrays out of a ``functools.partial``, so that jit need not treat them as constants."""
+  if not isinstance(function, functools.partial):
+    return function, {}
+  arrays: dict[str, Any] = {}
+  static: dict[str, Any] = {}
+  for name, value in function.keywords.items():
+    leaves = jax.tree.leaves(value)
+    if leaves and all(isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves):
+      arrays[name] = jax.tree.map(jnp.asarray, value)
+    else:
+      static[name] = value
+  return functools.partial(function.func, *function.args, **static), arrays

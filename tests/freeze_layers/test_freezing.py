@@ -17,7 +17,7 @@ import optax
 import pytest
 
 import optax_boost
-from optax_boost._train_step import _depth, _statistics
+from optax_boost._train_step import _frozen_depth, _frozen_statistics
 from optax_boost._wrappers._freezing import _schedules
 import optax_boost.linen as ob_linen
 import optax_boost.nnx as ob_nnx
@@ -656,8 +656,8 @@ READS = {
 @pytest.mark.parametrize("door", ["plain", "nnx"])
 def test_the_depth_is_read_from_the_device_only_when_it_may_have_changed(name, door, monkeypatch):
   schedule, expected = READS[name]
-  reads, read = [], _depth.read_scalars
-  monkeypatch.setattr(_depth, "read_scalars", lambda x: reads.append(len(depths)) or read(x))
+  reads, read = [], _frozen_depth.read_scalars
+  monkeypatch.setattr(_frozen_depth, "read_scalars", lambda x: reads.append(len(depths)) or read(x))
   depths = []
   if door == "plain":
     step = chain_step(optax.sgd(0.1), schedule)
@@ -873,7 +873,7 @@ def held(params, statistics, *frozen_paths):
   paths = [jax.tree_util.keystr(p, simple=True, separator="/") for p, _ in flat(params)]
   assert set(frozen_paths) <= set(paths)
   groups = [int(path not in frozen_paths) for path in paths]
-  after = _statistics.hold_statistics(
+  after = _frozen_statistics.hold_statistics(
     statistics, jax.tree.map(lambda x: x + 1, statistics), params, groups, np.int32(1), dict
   )
   return [

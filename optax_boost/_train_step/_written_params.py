@@ -40,11 +40,11 @@ def take_written_params(
   # The outputs are the loss, its statistics, the params, aux.
   end = 1 + len(jax.tree.leaves(model_state))
   count = len(jax.tree.leaves(params))
-  of_params = slice(end - count, end)
-  copied = [x is y for x, y in zip(inputs, outputs[of_params], strict=False)]
+  param_outputs = slice(end - count, end)
+  copied = [x is y for x, y in zip(inputs, outputs[param_outputs], strict=False)]
   if not all(copied):
     # `nnx.remat` and `nnx.jit` return all variables of their modules as other arrays.
-    copied = copied_inputs(program, count, of_params)
+    copied = copied_inputs(program, count, param_outputs)
   written = jax.tree.leaves(model_state.params)
   new_params = _trees.map_with(
     lambda old, new, is_copy: old if is_copy else new, params, written, copied

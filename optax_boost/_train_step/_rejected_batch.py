@@ -14,7 +14,7 @@ from optax_boost._form import _finiteness
 from optax_boost._foundation import _paths, _trees, _types
 
 
-def metrics(rejected: Any, loss: jax.Array) -> _types.Metrics:
+def skip_metrics(rejected: Any, loss: jax.Array) -> _types.Metrics:
   """Whether the batch was left out, and why: for the loss, or for its gradients alone."""
   if rejected is None:
     return {}
@@ -25,7 +25,7 @@ def metrics(rejected: Any, loss: jax.Array) -> _types.Metrics:
   }
 
 
-def kept(rejected: Any, before: _types.Tree, after: _types.Tree) -> Any:
+def keep_if_rejected(rejected: Any, before: _types.Tree, after: _types.Tree) -> Any:
   """The tree after the step, or before it if the batch was left out.
 
   By path: a loss may return other containers than it was given, and variables that it has created,

@@ -1,12 +1,9 @@
-"""The forms in which a loss returns its value, and in which a function binds arrays."""
+"""The forms in which a loss returns its value."""
 
-from collections.abc import Callable
-import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from optax_boost._foundation import _types
 
@@ -51,18 +48,3 @@ def _form_of(value: _types.Unchecked) -> str:
   if isinstance(value, tuple):
     return f"a tuple of length {len(value)}"
   return f"a {type(value).__name__}"
-
-
-def bound_arrays(function: Callable[..., Any] | None) -> tuple[Any, dict[str, Any]]:
-  """Takes arrays out of a ``functools.partial``, so that jit need not treat them as constants."""
-  if not isinstance(function, functools.partial):
-    return function, {}
-  arrays: dict[str, Any] = {}
-  static: dict[str, Any] = {}
-  for name, value in function.keywords.items():
-    leaves = jax.tree.leaves(value)
-    if leaves and all(isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves):
-      arrays[name] = jax.tree.map(jnp.asarray, value)
-    else:
-      static[name] = value
-  return functools.partial(function.func, *function.args, **static), arrays

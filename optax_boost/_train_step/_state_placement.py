@@ -1,46 +1,24 @@
-"""The state that training carries from step to step."""
+"""Where the arrays of a train state lie: on one device, or how they are sharded over a mesh."""
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from optax_boost._foundation import _checks, _paths, _placement, _trees, _types
+from optax_boost._foundation import _paths, _placement, _trees, _types
+from optax_boost._train_step import _train_state
 
 
-class TrainState(NamedTuple):
-  """The state of a training; a tree, to be saved and restored whole.
-
-  Attributes:
-    params: the trainable arrays.
-    opt_state: the transformation's state.
-    model_state: mutable statistics (BatchNorm) that the loss returns, or None. They are kept as
-      they were if a wrapper leaves a batch out.
-    step: scalar int32, the number of calls of the step.
-  """
-
-  params: optax.Params
-  opt_state: optax.OptState
-  model_state: Any
-  step: jax.Array
-
-
-def check_train_state(state: _types.Unchecked) -> None:
-  """Refuses all but states of a train step."""
-  words = "an `optax_boost.TrainState`: what `step.init` or the step before returned"
-  _checks.check_type("state", state, TrainState, words)
-
-
-def canonicalize_state(state: TrainState) -> TrainState:
+def canonicalize_state(state: _train_state.TrainState) -> _train_state.TrainState:
   """Makes a fresh state look like the one that a step returns, so that nothing recompiles.
 
   Weak types are removed, and the optimizer state's own arrays are replicated over the mesh of the
   params, or put on the one device to which an array of the state is committed. An array that occurs
   twice is copied, as donation demands.
   """
-  leaves = [drop_weak_type(leaf) for leaf in jax.tree.leaves(state)]
+  leaves = [_train_state.drop_weak_type(leaf) for leaf in jax.tree.leaves(state)]
   shardings = map(_sharding, jax.tree.leaves(state.params))
   meshes = [s.mesh for s in shardings if isinstance(s, jax.sharding.NamedSharding)]
   replicated = meshes and jax.sharding.NamedSharding(meshes[0], jax.sharding.PartitionSpec())
@@ -62,7 +40,9 @@ def canonicalize_state(state: TrainState) -> TrainState:
   return moved if replicated else commit_like(moved, moved)
 
 
-def place_abstract(state: TrainState, params: optax.Params, model_state: _types.Tree) -> TrainState:
+def place_abstract(
+  state: _train_state.TrainState, params: optax.Params, model_state: _types.Tree
+) -> _train_state.TrainState:
   """Gives an abstract state the shardings of the params, as a concrete one has them."""
   sharding_of_param: dict[str, tuple[Any, Any]] = {
     path: (leaf.shape, _sharding(leaf))
@@ -89,7 +69,7 @@ def place_abstract(state: TrainState, params: optax.Params, model_state: _types.
         return place(leaf, sharding)
     return place(leaf, None)
 
-  return TrainState(
+  return _train_state.TrainState(
     params=jax.tree.map(place_like, state.params, params),
     opt_state=_trees.map_with(place_by_path, state.opt_state, _paths.leaf_paths(state.opt_state)),
     model_state=jax.tree.map(place_like, state.model_state, model_state),
@@ -102,7 +82,7 @@ def _sharding(leaf: _types.Unchecked) -> jax.sharding.Sharding | None:
   return None if isinstance(leaf, jax.core.Tracer) else getattr(leaf, "sharding", None)
 
 
-def _first_sharding(state: TrainState) -> jax.sharding.Sharding | None:
+def _first_sharding(state: _train_state.TrainState) -> jax.sharding.Sharding | None:
   return _sharding(next(iter(jax.tree.leaves(state.params)), None))
 
 
@@ -111,7 +91,7 @@ def _is_committed(leaf: _types.Unchecked) -> bool:
   return not isinstance(leaf, jax.core.Tracer) and getattr(leaf, "committed", False)
 
 
-def commit_like(state: TrainState, arguments: _types.Tree) -> TrainState:
+def commit_like(state: _train_state.TrainState, arguments: _types.Tree) -> _train_state.TrainState:
   """Puts a state where its step will: on the device, or the mesh, of a committed argument."""
   # At every step: the cheap question first.
   if _is_committed(state.step):
@@ -138,7 +118,7 @@ def _put_in_memory(leaf: Any, sharding: jax.sharding.Sharding) -> jax.Array:
   return jax.device_put(leaf, sharding)
 
 
-def placement(state: TrainState) -> tuple[jax.sharding.NamedSharding | None, ...]:
+def placement(state: _train_state.TrainState) -> tuple[jax.sharding.NamedSharding | None, ...]:
   """How each array of a state lies on a mesh, where XLA might place it elsewhere after the step."""
   first = _first_sharding(state)
   if not isinstance(first, jax.sharding.NamedSharding) or first.mesh.size == 1:
@@ -168,8 +148,10 @@ def _constraint(sharding: jax.sharding.NamedSharding) -> jax.sharding.NamedShard
 
 
 def keep_placement(
-  state: TrainState, before: TrainState, shardings: tuple[jax.sharding.NamedSharding | None, ...]
-) -> TrainState:
+  state: _train_state.TrainState,
+  before: _train_state.TrainState,
+  shardings: tuple[jax.sharding.NamedSharding | None, ...],
+) -> _train_state.TrainState:
   """Places each array of a step's result as :func:`placement` found it before the step."""
   structure: Any = jax.tree.structure(state)
   if not shardings or structure != jax.tree.structure(before):
@@ -179,11 +161,3 @@ def keep_placement(
     return leaf if sharding is None else jax.lax.with_sharding_constraint(leaf, sharding)
 
   return _trees.map_with(place, state, shardings)
-
-
-def drop_weak_type(leaf: Any) -> jax.Array:
-  """An array of a dtype of its own; a weak one would compile the next step again."""
-  # Typed PRNG keys have no weak type.
-  if isinstance(leaf, jax.Array) and not getattr(leaf, "weak_type", False):
-    return leaf
-  return jnp.asarray(leaf, jnp.result_type(leaf))
