@@ -8,10 +8,11 @@ from optax_boost._foundation import _extras
 
 _extras.require_flax(__name__)
 
-from optax_boost.nnx._adapter import split_loss
-from optax_boost.nnx._batch_stats import averaged_model, estimate_batch_stats
-from optax_boost.nnx._head import NormalizedDense
+from optax_boost.nnx._averaged_model import averaged_model
+from optax_boost.nnx._batch_stats import estimate_batch_stats
 from optax_boost.nnx._less_bn import less_bn
+from optax_boost.nnx._loss import split_loss
+from optax_boost.nnx._normalized_dense import NormalizedDense
 from optax_boost.nnx._train_step import make_train_step
 
 __all__ = [

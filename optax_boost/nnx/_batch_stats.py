@@ -1,4 +1,4 @@
-"""Averaged params in an NNX model, and BatchNorm statistics estimated for them."""
+"""BatchNorm statistics of an NNX model, estimated again for given params."""
 
 from collections.abc import Callable, Iterable, Sequence
 import functools
@@ -11,50 +11,7 @@ import jax.numpy as jnp
 
 from optax_boost._foundation import _checks, _mesh_axes
 from optax_boost._methods import _batch_stats
-from optax_boost._wrappers import _average_params
-from optax_boost.nnx import _adapter, _less_bn
-
-
-def averaged_model(optimizer: nnx.Optimizer, model: Any) -> Any:
-  """A copy of a model with the averages that :func:`optax_boost.average_params` keeps.
-
-  Args:
-    optimizer: the model's optimizer, made with a transformation that holds an
-      :func:`optax_boost.average_params`.
-    model: the model; it is not changed.
-
-  Returns:
-    A model of the same class, with arrays of its own. Variables that the optimizer does not train
-    are `model`'s, but for statistics that it averages, too (the argument `model_state`). Without
-    these, estimate the statistics of its BatchNorms with :func:`estimate_batch_stats`.
-
-  Raises:
-    ValueError: the optimizer keeps no averages, or another model's.
-
-  Examples:
-    >>> from flax import nnx
-    >>> import jax.numpy as jnp, optax, optax_boost.nnx
-    >>> model = nnx.Linear(1, 1, rngs=nnx.Rngs(0))
-    >>> tx = optax_boost.average_params(optax.sgd(0.1), start=10)
-    >>> optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-    >>> step = optax_boost.nnx.make_train_step(lambda model, x: jnp.mean(model(x) ** 2))
-    >>> for _ in range(20):
-    ...   metrics = step(model, optimizer, jnp.ones((4, 1)))
-    >>> averaged = optax_boost.nnx.averaged_model(optimizer, model)
-    >>> bool(abs(averaged.kernel[0, 0]) > abs(model.kernel[0, 0]))
-    True
-  """
-  _adapter.check_model(model)
-  _checks.check_type(
-    "optimizer", optimizer, nnx.Optimizer, "what `nnx.Optimizer(model, tx, wrt=nnx.Param)` returns"
-  )
-  copy = _less_bn.copy_model(model)
-  _, params, collections = _adapter.split(optimizer.wrt, copy)
-  opt_state = _adapter.as_pure(optimizer.opt_state)
-  if _average_params.averaging_statistics(opt_state):
-    collections = _average_params.averaged_model_state(opt_state, collections)
-  _adapter.write(_average_params.averaged_params(opt_state, params), collections, copy)
-  return copy
+from optax_boost.nnx import _batch, _model
 
 
 def estimate_batch_stats(
@@ -109,15 +66,15 @@ def estimate_batch_stats(
     >>> model.mean.tolist(), model.var.tolist()
     ([3.5], [5.0])
   """
-  _adapter.check_model(model)
+  _model.check(model)
   _checks.check_callable("forward_fn", forward_fn, "forward_fn(model, batch)", optional=True)
   _checks.check_callable("weight_fn", weight_fn, "weight_fn(batch)", optional=True)
-  copy = _less_bn.copy_model(model)
-  norms = _less_bn.modules(copy, nnx.BatchNorm)
+  copy = _model.copy(model)
+  norms = _model.modules(copy, nnx.BatchNorm)
   selection = _batch_stats.select(list(norms), only, exclude)
   working = nnx.clone(copy)
   working.eval()
-  for path, norm in _less_bn.modules(working, nnx.BatchNorm).items():
+  for path, norm in _model.modules(working, nnx.BatchNorm).items():
     norm.use_running_average = norms[path].use_running_average
     kind: Any = type(norm)
     norm.__class__ = _averaging(kind)
@@ -128,7 +85,7 @@ def estimate_batch_stats(
   forward = jax.tree_util.Partial(forward_fn or operator.call)
   of_batch = jax.tree_util.Partial(_of_batch, forward, *nnx.split(working))
   statistics = {path: {"mean": n.mean[...], "var": n.var[...]} for path, n in norms.items()}
-  batches, weight_fn = _adapter.close_batches(batches), _adapter.of_plain_batch(weight_fn)
+  batches, weight_fn = _batch.close_all(batches), _batch.on_user_batch(weight_fn)
   estimated = _batch_stats.estimate(of_batch, statistics, selection, batches, weight_fn)
   for path, new in estimated.items():
     norms[path].mean[...], norms[path].var[...] = new["mean"], new["var"]
@@ -138,8 +95,8 @@ def estimate_batch_stats(
 def _of_batch(forward_fn: Any, graphdef: nnx.GraphDef, state: Any, chosen: Any, batch: Any) -> Any:
   """What a batch tells of each BatchNorm to estimate, by its path."""
   model = nnx.merge(graphdef, state)
-  forward_fn(model, _adapter.plain_batch(batch))
-  norms = _less_bn.modules(model, nnx.BatchNorm)
+  forward_fn(model, _batch.user_batch(batch))
+  norms = _model.modules(model, nnx.BatchNorm)
   return {
     path: _batch_stats.of_uses(*(getattr(norms[path], name)[...] for name in _batch_stats.SUMS))
     for path in chosen

@@ -4,12 +4,10 @@ import functools
 from typing import Any
 
 from flax import nnx
-import jax
-import jax.numpy as jnp
 
 from optax_boost._foundation import _types
 from optax_boost._methods import _less_bn
-from optax_boost.nnx import _adapter, _head
+from optax_boost.nnx import _model, _normalized_dense
 
 
 class RemovedBatchNorm(nnx.Module):
@@ -77,29 +75,16 @@ def less_bn(
     >>> type(head.norm).__name__, type(head.fc).__name__
     ('RemovedBatchNorm', 'NormalizedDense')
   """
-  _adapter.check_model(model)
+  _model.check(model)
   trace = functools.partial(_trace_model, model)
   plan = _less_bn.make_plan(trace, args, kwargs, fn_flag, predicate, on_plan)
-  copy = copy_model(model)
-  by_path = modules(copy)
+  copy = _model.copy(model)
+  by_path = _model.modules(copy)
   for path in plan.removed:
     _remove(by_path[path])
   if plan.head is not None:
-    _head.normalize(by_path[plan.head])
+    _normalized_dense.normalize(by_path[plan.head])
   return copy
-
-
-def copy_model(model: nnx.Module) -> Any:
-  """Copies a model with its arrays, so that either can be donated."""
-  graphdef, state = nnx.split(model)
-  copied = jax.tree.map(lambda x: jnp.array(x) if isinstance(x, jax.Array) else x, state)
-  return nnx.merge(graphdef, copied)
-
-
-def modules(model: nnx.Module, kind: Any = nnx.Module) -> dict[str, Any]:
-  """The modules of a kind in a model, by path."""
-  graph = nnx.iter_graph(model)
-  return {"/".join(map(str, path)): node for path, node in graph if isinstance(node, kind)}
 
 
 def _remove(norm: Any, marked: str | None = None) -> None:
@@ -115,17 +100,17 @@ def _trace_model(
   model: nnx.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> _less_bn.Trace:
   copy = nnx.clone(model)
-  layers = modules(copy, nnx.Linear)
-  norms = modules(copy, nnx.BatchNorm)
+  layers = _model.modules(copy, nnx.Linear)
+  norms = _model.modules(copy, nnx.BatchNorm)
   for path, norm in norms.items():
     _remove(norm, path)
-  graphdef, params, state = _adapter.split(nnx.Param, copy)
+  graphdef, params, state = _model.split(nnx.Param, copy)
 
   def apply(params: _types.Tree, state: Any, *args: Any, **kwargs: Any) -> Any:
-    return _adapter.merge(graphdef, params, state)[0](*args, **kwargs)
+    return _model.merge(graphdef, params, state)[0](*args, **kwargs)
 
   return _less_bn.Trace(
     _less_bn.trace_flows(apply, params, state, args, kwargs),
     list(norms),
-    [p for p, layer in layers.items() if not isinstance(layer, _head.NormalizedDense)],
+    [p for p, layer in layers.items() if not isinstance(layer, _normalized_dense.NormalizedDense)],
   )

@@ -14,7 +14,7 @@ import optax
 
 from optax_boost import _train_step
 from optax_boost._foundation import _checks, _tree_checks, _types
-from optax_boost.nnx import _adapter
+from optax_boost.nnx import _batch, _loss, _model
 
 # The source of a loss's random numbers.
 Rng: TypeAlias = jax.Array | nnx.Rngs | nnx.RngStream
@@ -90,10 +90,10 @@ class TrainStep:
     masks of its own for each batch.
     """
     program, state, key = self._open(model, optimizer, rng)
-    batches = _adapter.close_batches(batches)
+    batches = _batch.close_all(batches)
     if callable(weight_fn):
-      weight_fn = _adapter.of_plain_batch(weight_fn)
-    key = jax.random.key(_adapter.PASS_SEED) if key is None else key
+      weight_fn = _batch.on_user_batch(weight_fn)
+    key = jax.random.key(_loss.PASS_SEED) if key is None else key
     state = _train_step.TrainStep(program).refresh(
       state, batches, key, weight_fn=weight_fn, progress=progress
     )
@@ -125,13 +125,13 @@ class TrainStep:
       state = self._open(model, optimizer, rng)[1]
       if not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(state)):
         _write_state(state, optimizer)
-        _adapter.write(state.params, state.model_state, model, *rngs)
+        _model.write(state.params, state.model_state, model, *rngs)
       depths = _train_step.DepthReader(optimizer.opt_state)
       placement = _train_step.placement(state)
       self._trainings[optimizer] = _OptimizerRecord(optimizer.tx, placement, depths)
     training = self._trainings[optimizer]
     depth, steps = training.depths.read(optimizer.opt_state)
-    batch = _adapter.close_batch(batch)
+    batch = _batch.close(batch)
     return rngs, (batch, key, self._program.data, depth, training.placement), steps
 
   def _step(
@@ -152,12 +152,12 @@ class TrainStep:
     if len(placement) != len(jax.tree.leaves(state)):
       placement = ()
     if key is not None:
-      batch = _adapter.Keyed(batch)
+      batch = _batch.KeyedBatch(batch)
     elif program.full_grad_fn is not None:
-      data = {**data, "rng": jax.random.key(_adapter.PASS_SEED)}
+      data = {**data, "rng": jax.random.key(_loss.PASS_SEED)}
     state, metrics = program.step(state, batch, key, data, depth, placement)
     _write_state(state, optimizer)
-    _adapter.write(state.params, state.model_state, model, *rngs)
+    _model.write(state.params, state.model_state, model, *rngs)
     with nnx.split_context(_STEP_CONTEXT) as context:
       graphdef, arrays = context.flatten((model, optimizer, rngs), with_paths=False)
     return graphdef, arrays, metrics
@@ -166,13 +166,13 @@ class TrainStep:
     self, model: Any, optimizer: nnx.Optimizer, rngs: tuple[Any, ...], key: jax.Array | None
   ) -> tuple[_train_step.Program, _train_step.TrainState]:
     """The program for this model, and its state."""
-    graphdef, params, model_state = _adapter.split(optimizer.wrt, model, *rngs)
-    loss_fn = _adapter.pure_loss(
+    graphdef, params, model_state = _model.split(optimizer.wrt, model, *rngs)
+    loss_fn = _loss.pure_loss(
       self._program.loss_fn, graphdef, optimizer.wrt, has_key=key is not None
     )
     tx = _checks.check_transformation("optimizer.tx", optimizer.tx)
     program = dataclasses.replace(self._program, loss_fn=loss_fn, tx=tx)
-    opt_state = _adapter.as_pure(optimizer.opt_state)
+    opt_state = _model.as_pure(optimizer.opt_state)
     return program, _train_step.TrainState(params, opt_state, model_state, optimizer.step[...])
 
   def _open(
@@ -180,7 +180,7 @@ class TrainStep:
   ) -> tuple[_train_step.Program, _train_step.TrainState, jax.Array | None]:
     """The program for this model, its state and a key, after checks."""
     rngs, key = _split_rng(rng)
-    _adapter.check_model(model, tree=True)
+    _model.check(model, tree=True)
     words = "what `nnx.Optimizer(model, tx, wrt=nnx.Param)` returns"
     _checks.check_type("optimizer", optimizer, nnx.Optimizer, words)
     program, state = self._split(model, optimizer, rngs, key)
@@ -228,11 +228,11 @@ def _write_state(state: _train_step.TrainState, optimizer: nnx.Optimizer) -> Non
 
 def _split_rng(rng: Any) -> tuple[tuple[Any, ...], jax.Array | None]:
   """The rngs that a loss draws from, and the key of a step."""
-  if isinstance(rng, _adapter.RNG_TYPES):
+  if isinstance(rng, _model.RNG_TYPES):
     return (rng,), None
   if not (rng is None or hasattr(rng, "dtype")):
     raise TypeError(
-      f"`rng` must be a key, an `nnx.Rngs`, one of its streams, or None; got"
+      "`rng` must be a key, an `nnx.Rngs`, one of its streams, or None; got"
       f" {_checks.shorten(rng)}."
     )
   return (), rng
@@ -333,7 +333,7 @@ def make_train_step(loss_fn: _types.LossFn, *_optimizers: Any, **options: Any) -
       " tx, wrt=nnx.Param)`, `step(model, optimizer, batch)`."
     )
   if callable(weight := options.get("weight")):
-    options["weight"] = _adapter.of_plain_batch(weight)
+    options["weight"] = _batch.on_user_batch(weight)
   # The transformation is known with the model only.
   step = _train_step.make_train_step(loss_fn, optax.identity(), **options)
   program = dataclasses.replace(step.program, has_model_state=True)

@@ -17,7 +17,7 @@ import pytest
 import optax_boost
 import optax_boost.linen as ob_linen
 import optax_boost.nnx as ob_nnx
-from optax_boost.nnx import _adapter
+from optax_boost.nnx import _model
 from tests import closeness
 from tests.adasum import test_adasum
 from tests.centralize import test_centralization
@@ -81,7 +81,7 @@ def in_nnx(tx, params, loss):
   def step(carry, batch):
     take(*carry, batch)
     net, optimizer = carry
-    opt_state = _adapter.as_pure(optimizer.opt_state)
+    opt_state = _model.as_pure(optimizer.opt_state)
     return carry, ({n: getattr(net, n)[...] for n in params}, opt_state)
 
   return (net, nnx.Optimizer(net, tx, wrt=nnx.Param)), step

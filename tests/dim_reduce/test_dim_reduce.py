@@ -14,7 +14,7 @@ import pytest
 import optax_boost
 from optax_boost._methods._dim_reduce import _quasi_newton
 import optax_boost.nnx
-from optax_boost.nnx import _adapter
+from optax_boost.nnx import _model
 from tests import compilations
 
 
@@ -660,7 +660,7 @@ def nnx_model():
 
 def test_a_subspace_fits_whatever_the_arrays_of_the_params_are_wrapped_in():
   state = nnx.state(nnx_model(), nnx.Param)
-  pure = _adapter.as_pure(state)
+  pure = _model.as_pure(state)
   values = jax.tree.map(np.asarray, pure)
   rows = [jax.tree.map(lambda p, t=t: p + np.sin(7 * t + p), values) for t in range(4)]
   tx = optax_boost.dim_reduce(optax_boost.fit_subspace(rows, 2))

@@ -12,7 +12,7 @@ import pytest
 
 import optax_boost
 import optax_boost.nnx as ob_nnx
-from optax_boost.nnx import _adapter
+from optax_boost.nnx import _model
 from tests import compilations
 from tests.train_step.test_train_step import BATCH, CLOSURE_USERS
 
@@ -169,7 +169,7 @@ def test_the_forward_pass_writes_the_variables_that_flaxs_documented_loop_writes
     twin_graphdef, twin_state = nnx.split(twin)
     assert graphdef == twin_graphdef
     chex.assert_trees_all_close(
-      _adapter.as_pure(state), _adapter.as_pure(twin_state), rtol=1e-5, atol=1e-6
+      _model.as_pure(state), _model.as_pure(twin_state), rtol=1e-5, atol=1e-6
     )
     if kind is Sowing:
       nnx.pop((model, twin), nnx.Intermediate)
@@ -422,7 +422,7 @@ def _optimizer_of_a_factory():
 
 
 def _model_with_integer():
-  model = _model()
+  model = linear_model()
   model.n = nnx.Param(jnp.arange(3))
   return model
 
@@ -432,15 +432,15 @@ def _optimizer_with_integer():
 
 
 def _optimizer_of_nothing():
-  return nnx.Optimizer(_model(), optax.adam(0.1), wrt=nnx.Cache)
+  return nnx.Optimizer(linear_model(), optax.adam(0.1), wrt=nnx.Cache)
 
 
-def _model():
+def linear_model():
   return nnx.Linear(8, 1, rngs=nnx.Rngs(0))
 
 
 def _optimizer():
-  return nnx.Optimizer(_model(), optax.adam(0.1), wrt=nnx.Param)
+  return nnx.Optimizer(linear_model(), optax.adam(0.1), wrt=nnx.Param)
 
 
 REFUSED = {
@@ -479,7 +479,7 @@ REFUSED = {
 
 @pytest.mark.parametrize(("wrong", "error", "message"), REFUSED.values(), ids=REFUSED)
 def test_refuses_to_step_with_arguments_of_the_wrong_kind(wrong, error, message):
-  arguments = {"model": _model, "optimizer": _optimizer, "batch": BATCH} | wrong
+  arguments = {"model": linear_model, "optimizer": _optimizer, "batch": BATCH} | wrong
   made = {
     name: value() if callable(value) and not isinstance(value, type) else value
     for name, value in arguments.items()
@@ -500,7 +500,7 @@ def test_a_transformation_is_referred_to_the_optimizer(passed):
 
 def test_refresh_refuses_none_instead_of_batches():
   with pytest.raises(TypeError, match=r"`batches` must be"):
-    ob_nnx.make_train_step(loss_fn).refresh(_model(), _optimizer(), None)
+    ob_nnx.make_train_step(loss_fn).refresh(linear_model(), _optimizer(), None)
 
 
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])

@@ -11,7 +11,7 @@ import pytest
 
 import optax_boost
 import optax_boost.nnx as ob_nnx
-from optax_boost.nnx import _adapter
+from optax_boost.nnx import _model
 from tests import compilations
 
 X = jax.random.normal(jax.random.key(0), (16, 4))
@@ -253,7 +253,7 @@ def test_trial_points_and_full_passes_see_the_second_model():
   step.refresh(model, optimizer, batches)
   graphdef, params = nnx.split(model)
   expected = jax.grad(lambda p: loss_fn(nnx.merge(graphdef, p), {"x": X, "critic": critic}))(params)
-  found = optax.tree.get(_adapter.as_pure(optimizer.opt_state), "full_gradient")
+  found = optax.tree.get(_model.as_pure(optimizer.opt_state), "full_gradient")
   jax.tree.map(
     lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-6),
     jax.tree.leaves(found),

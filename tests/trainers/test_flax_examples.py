@@ -12,7 +12,7 @@ import optax
 import pytest
 
 import optax_boost
-from optax_boost.nnx import _adapter
+from optax_boost.nnx import _model
 from tests.trainers import methods
 
 KEY = jax.random.key(0)
@@ -68,7 +68,7 @@ def mnist_nnx(tx):
 
   _, losses, late = methods.loop(run, None)
   final = nnx.to_pure_dict(nnx.state(model, nnx.Param))
-  return methods.Trained(initial, final, _adapter.as_pure(optimizer.opt_state), losses, late)
+  return methods.Trained(initial, final, _model.as_pure(optimizer.opt_state), losses, late)
 
 
 class LinenCNN(nn.Module):
@@ -238,7 +238,7 @@ def gemma(tx):
   state, losses, late = methods.loop(step, state)
   nnx.update((model, optimizer), state)
   final = nnx.to_pure_dict(nnx.state(model, nnx.Param))
-  return methods.Trained(initial, final, _adapter.as_pure(optimizer.opt_state), losses, late)
+  return methods.Trained(initial, final, _model.as_pure(optimizer.opt_state), losses, late)
 
 
 class VAE(nn.Module):

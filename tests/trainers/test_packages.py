@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 
-from optax_boost.nnx import _adapter
+from optax_boost.nnx import _model
 from tests.trainers import methods
 
 X = np.asarray(jax.random.normal(jax.random.key(0), (32, 4)))
@@ -92,7 +92,7 @@ def tunix_sft(tx):
     patch.setattr(jax.monitoring, "clear_event_listeners", lambda: None)
     trainer.train([batch] * methods.STEPS)
   final = nnx.to_pure_dict(nnx.state(model, nnx.Param))
-  return methods.Trained(initial, final, _adapter.as_pure(trainer.optimizer.opt_state), losses)
+  return methods.Trained(initial, final, _model.as_pure(trainer.optimizer.opt_state), losses)
 
 
 def keras_stateless(tx):
