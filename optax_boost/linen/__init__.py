@@ -8,10 +8,10 @@ from optax_boost._foundation import _extras
 
 _extras.require_flax(__name__)
 
-from optax_boost.linen._adapter import split_loss
 from optax_boost.linen._batch_stats import estimate_batch_stats
-from optax_boost.linen._head import NormalizedDense
 from optax_boost.linen._less_bn import less_bn
+from optax_boost.linen._loss import split_loss
+from optax_boost.linen._normalized_dense import NormalizedDense
 
 __all__ = [
   "NormalizedDense",

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from optax_boost._foundation import _checks, _mesh_axes, _types
 from optax_boost._methods import _batch_stats
-from optax_boost.linen import _adapter
+from optax_boost.linen import _module
 
 _COLLECTION = "batch_stats"
 _CALL = inspect.unwrap(nn.BatchNorm.__call__)
@@ -67,8 +67,8 @@ def estimate_batch_stats(
     >>> jax.tree.map(lambda x: x.tolist(), variables["batch_stats"])
     {'mean': [3.5], 'var': [5.0]}
   """
-  _adapter.check_module(module)
-  params, collections = _adapter.split_variables(variables)
+  _module.check(module)
+  params, collections = _module.split_variables(variables)
   _checks.check_callable("forward_fn", forward_fn, "forward_fn(model, batch)", optional=True)
   _checks.check_callable("weight_fn", weight_fn, "weight_fn(batch)", optional=True)
   leaves = traverse_util.flatten_dict(collections.get(_COLLECTION, {}), keep_empty_nodes=True)
@@ -118,7 +118,7 @@ class _OfBatch:
   def __call__(
     self, params: _types.Tree, constants: Mapping[str, Any], chosen: Any, batch: _types.Tree
   ) -> dict[str, Any]:
-    model = _adapter.BoundModel(self.module, params, constants, {})
+    model = _module.BoundModel(self.module, params, constants, {})
 
     def intercept(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
       # A class of the user's may have a call of its own around this one.

@@ -9,7 +9,7 @@ import jax
 
 from optax_boost._foundation import _types
 from optax_boost._methods import _less_bn
-from optax_boost.linen import _adapter, _head
+from optax_boost.linen import _module, _normalized_dense
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +66,7 @@ class LessBN(nn.Module):
         return _input_of(module, *args, **kwargs)
       if path == self.plan.head and _is_dense(module):
         fields = {f.name: getattr(module, f.name) for f in dataclasses.fields(nn.Dense)}
-        next_fun = _head.NormalizedDense(**fields | {"parent": module.scope})
+        next_fun = _normalized_dense.NormalizedDense(**fields | {"parent": module.scope})
       return next_fun(*args, **kwargs)
 
     with nn.intercept_methods(intercept):
@@ -82,7 +82,7 @@ class LessBN(nn.Module):
 
 
 def _is_dense(layer: Any) -> bool:
-  return isinstance(layer, nn.Dense) and not isinstance(layer, _head.NormalizedDense)
+  return isinstance(layer, nn.Dense) and not isinstance(layer, _normalized_dense.NormalizedDense)
 
 
 def _input_of(norm: nn.BatchNorm, x: jax.Array, *args: Any, **kwargs: Any) -> jax.Array:
@@ -121,7 +121,7 @@ def less_bn(
     >>> sorted(variables["params"]), sorted(variables["params"]["layers_1"])
     (['layers_1'], ['bias', 'kernel', 'multiplier'])
   """
-  _adapter.check_module(module)
+  _module.check(module)
   trace = functools.partial(_trace_module, module)
   plan = _less_bn.make_plan(trace, args, kwargs, fn_flag, predicate, on_plan)
   return LessBN(Unbound(module), plan)

@@ -1,0 +1,95 @@
+"""A Linen module with its variables."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from flax import core, linen as nn
+import jax
+
+from optax_boost._foundation import _checks, _types
+
+
+class BoundModel:
+  """A Linen module with its variables, as the loss sees it.
+
+  Calls are ``module.apply`` with the params, statistics and rngs of this step. Statistics that a
+  call changes are seen by the next call.
+
+  Attributes:
+    collections: the variables other than params, after the calls so far. A tuple that ``sow``
+      extends holds the values of this step's calls alone.
+  """
+
+  def __init__(self, module: nn.Module, params: Any, collections: Any, rngs: dict[str, jax.Array]):
+    check(module)
+    for name, value in (("collections", collections), ("rngs", rngs)):
+      _checks.check_type(name, value, Mapping, "a dict by name")
+    self._module = module
+    self._params = params
+    self._rngs = rngs
+    self._calls = 0
+    self.collections = dict(collections)
+    # The lengths of tuples that no call has extended, by path.
+    self._lengths = {
+      path: len(value)
+      for path, value in jax.tree.leaves_with_path(self.collections, is_leaf=_is_tuple)
+      if _is_tuple(value)
+    }
+
+  def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    """Applies the module to its own arguments; `method` among them names another method."""
+    # Two calls within one loss draw different masks.
+    rngs = {name: jax.random.fold_in(rng, self._calls) for name, rng in self._rngs.items()}
+    self._calls += 1
+    output, changed = self._module.apply(
+      {"params": self._params, **self.collections},
+      *args,
+      rngs=rngs,
+      mutable=list(self.collections),
+      **kwargs,
+    )
+    changed = core.unfreeze(changed)
+    if self._lengths:
+      changed = jax.tree.map_with_path(self._drop_sown_before, changed, is_leaf=_is_tuple)
+    self.collections |= changed
+    return output
+
+  def _drop_sown_before(self, path: Any, value: Any) -> Any:
+    """Drops the values of earlier steps from a tuple that ``sow`` has extended.
+
+    Other tuples, as the carry of a recurrent cell, keep their length and stay as they are.
+    """
+    length = self._lengths.get(path)
+    if length is None or not _is_tuple(value) or len(value) <= length:
+      return value
+    del self._lengths[path]
+    return value[length:]
+
+
+def _is_tuple(value: _types.Unchecked) -> bool:
+  return type(value) is tuple
+
+
+def split_variables(variables: Any) -> tuple[Any, dict[str, Any]]:
+  """The params, and the other collections in plain dicts, as ``apply`` returns them."""
+  if not isinstance(variables, Mapping):
+    raise TypeError(
+      f"`variables` must be a dict of collections; got {_checks.shorten(variables)}. Pass the"
+      " variables that `module.init` returned."
+    )
+  if not isinstance(variables.get("params"), Mapping):
+    raise ValueError(
+      "`variables` must be what `module.init` returned, with a collection 'params'; got the keys"
+      f" {sorted(map(str, variables))}."
+    )
+  collections = {key: value for key, value in variables.items() if key != "params"}
+  return variables["params"], core.unfreeze(collections)
+
+
+def check(module: _types.Unchecked) -> None:
+  """Refuses all but Linen modules."""
+  if not isinstance(module, nn.Module):
+    raise TypeError(
+      f"`module` must be a Linen module; got {_checks.shorten(module)}. For NNX modules there is"
+      " `optax_boost.nnx`."
+    )
