@@ -9,7 +9,7 @@ import numpy as np
 import optax
 
 from optax_boost._foundation import _checks, _types
-from optax_boost._race import _result, _run
+from optax_boost._race import _result, _training
 
 
 def race(
@@ -88,11 +88,11 @@ def race(
   """
   _checks.check_bool("vmap_seeds", vmap_seeds)
   batches, chosen = _batches_of(data, batch_size), _seeds(seeds)
-  problem = _run.Problem(
+  problem = _training.Problem(
     loss_fn, init_fn, batches, evaluate, steps, points, has_model_state, full_grad_fn
   )
   methods = _methods(problem, transformations)
-  complete = _run.train(methods, problem.blocks, chosen, vmap_seeds, progress)
+  complete = _training.train(methods, problem.blocks, chosen, vmap_seeds, progress)
   finished = [seed for seed in chosen if all(seed in m.points for m in methods.values())]
   curves = {name: method.curves(finished) for name, method in methods.items()}
   spent = {name: method.spent for name, method in methods.items()}
@@ -100,7 +100,9 @@ def race(
   return _result.RaceResult(tuple(finished), curves, spent, complete, averaged)
 
 
-def _methods(problem: _run.Problem, transformations: _types.Unchecked) -> dict[str, _run.Method]:
+def _methods(
+  problem: _training.Problem, transformations: _types.Unchecked
+) -> dict[str, _training.Method]:
   if (
     not isinstance(transformations, Mapping)
     or not transformations
@@ -112,7 +114,7 @@ def _methods(problem: _run.Problem, transformations: _types.Unchecked) -> dict[s
     )
   for name, tx in transformations.items():
     _checks.check_transformation(f"transformations[{name!r}]", tx)
-  return {name: _run.Method(problem, tx) for name, tx in transformations.items()}
+  return {name: _training.Method(problem, tx) for name, tx in transformations.items()}
 
 
 def _seeds(seeds: Any) -> list[int]:

@@ -16,7 +16,7 @@ import optax
 
 from optax_boost import _train_step
 from optax_boost._foundation import _checks, _progress, _types
-from optax_boost._race import _evaluated, _result
+from optax_boost._race import _averages, _result
 
 # All methods are timed again until the clock has run this long, at most this many times.
 _TIMED_SECONDS, _MOST_TIMED = 2.0, 5
@@ -217,7 +217,7 @@ class Method:
     for length in self._problem.blocks:
       losses = training.advance(length)[0].reshape(length, -1)
       totals.append(self._counter.total())
-      trained = self._evaluated(training.state, len(seeds))
+      trained = self._params_to_evaluate(training.state, len(seeds))
       for i, seed in enumerate(seeds):
         of_seed = trained if len(seeds) == 1 else jax.tree.map(lambda leaf, i=i: leaf[i], trained)
         with np.errstate(all="ignore"):
@@ -232,17 +232,17 @@ class Method:
     self.points |= points
     return totals
 
-  def _evaluated(
+  def _params_to_evaluate(
     self, state: _train_step.TrainState, seeds: int
   ) -> tuple[_types.Tree, _types.Tree]:
     """Params and statistics, or their averages in the optimizer; several seeds are stacked."""
-    average = _evaluated.find_average(state.opt_state, state.params)
+    average = _averages.find_average(state.opt_state, state.params)
     self.is_averaged = average is not None and self._problem.evaluate is not None
     if average is None or not self.is_averaged:
       return state.params, state.model_state
 
     def read(state: _train_step.TrainState) -> tuple[_types.Tree, _types.Tree]:
-      statistics = _evaluated.averaged_statistics(state.opt_state, state.model_state)
+      statistics = _averages.averaged_statistics(state.opt_state, state.model_state)
       return average(state.opt_state, state.params), statistics
 
     return (read if seeds == 1 else jax.vmap(read))(state)
