@@ -237,8 +237,8 @@ class RaceResult:
     columns: dict[str, list[Any]] = {name: [] for name in names}
     for method, curves in self.curves.items():
       for i, seed in enumerate(self.seeds):
-        of_seed = {quantity: rows[i] for quantity, rows in curves.items()}
-        for name, values in {**self.spent[method], **of_seed}.items():
+        curves_of_seed = {quantity: rows[i] for quantity, rows in curves.items()}
+        for name, values in {**self.spent[method], **curves_of_seed}.items():
           columns[name] += values.tolist()
         columns["method"] += [method] * len(values)
         columns["seed"] += [seed] * len(values)

@@ -219,10 +219,10 @@ class Method:
       totals.append(self._counter.total())
       trained = self._params_to_evaluate(training.state, len(seeds))
       for i, seed in enumerate(seeds):
-        of_seed = trained if len(seeds) == 1 else jax.tree.map(lambda leaf, i=i: leaf[i], trained)
+        model = trained if len(seeds) == 1 else jax.tree.map(lambda leaf, i=i: leaf[i], trained)
         with np.errstate(all="ignore"):
           loss = float(losses[:, i].mean())
-        points[seed].append({**self._problem.measure(*of_seed), _result.LOSS: loss})
+        points[seed].append({**self._problem.measure(*model), _result.LOSS: loss})
         before, now = sorted(points[seed][0]), sorted(points[seed][-1])
         if before != now:
           raise ValueError(

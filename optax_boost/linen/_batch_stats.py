@@ -81,14 +81,14 @@ def estimate_batch_stats(
   selection = _batch_stats.select(list(norms), only, exclude)
   # The sums stand in the collection, so that scans handle them as they do the statistics.
   counted = leaves | {
-    (*norms[name], of_uses): jnp.zeros_like(statistics[name]["mean"])
+    (*norms[name], sum_name): jnp.zeros_like(statistics[name]["mean"])
     for name in selection.paths
-    for of_uses in _batch_stats.SUMS
+    for sum_name in _batch_stats.SUMS
   }
   constants = {**collections, _COLLECTION: traverse_util.unflatten_dict(counted)}
-  of_batch = _OfBatch(module, forward_fn or operator.call, selection)
-  partial = jax.tree_util.Partial(of_batch, params, constants)
-  estimated = _batch_stats.estimate(partial, statistics, selection, batches, weight_fn)
+  measurement = _Measurement(module, forward_fn or operator.call, selection)
+  measure = jax.tree_util.Partial(measurement, params, constants)
+  estimated = _batch_stats.estimate(measure, statistics, selection, batches, weight_fn)
   leaves |= {
     (*norms[name], statistic): leaf
     for name, new in estimated.items()
@@ -99,7 +99,7 @@ def estimate_batch_stats(
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _OfBatch:
+class _Measurement:
   """Computes a batch's statistics; calls for one module share a compiled program."""
 
   module: nn.Module
@@ -107,7 +107,7 @@ class _OfBatch:
   selection: _batch_stats.Selection
 
   def __eq__(self, other: object) -> bool:
-    if not isinstance(other, _OfBatch):
+    if not isinstance(other, _Measurement):
       return NotImplemented
     same = self.module is other.module and self.selection == other.selection
     return same and bool(self.forward_fn == other.forward_fn)
@@ -135,7 +135,7 @@ class _OfBatch:
     leaves = traverse_util.flatten_dict(model.collections[_COLLECTION], sep="/")
     prefixes = {name: f"{name}/" if name else "" for name in chosen}
     return {
-      name: _batch_stats.of_uses(*(leaves[prefix + of_uses] for of_uses in _batch_stats.SUMS))
+      name: _batch_stats.of_uses(*(leaves[prefix + sum_name] for sum_name in _batch_stats.SUMS))
       for name, prefix in prefixes.items()
     }
 

@@ -81,19 +81,19 @@ def estimate_batch_stats(
     norm.is_chosen, norm.is_named = path in selection.paths, selection.named
     for name in _batch_stats.SUMS:
       setattr(norm, name, nnx.BatchStat(jnp.zeros_like(norm.mean[...])))
-  # Of one function and structure, all share a compiled program.
+  # Calls with the same function and structure share a compiled program.
   forward = jax.tree_util.Partial(forward_fn or operator.call)
-  of_batch = jax.tree_util.Partial(_of_batch, forward, *nnx.split(working))
+  measure = jax.tree_util.Partial(_measure, forward, *nnx.split(working))
   statistics = {path: {"mean": n.mean[...], "var": n.var[...]} for path, n in norms.items()}
   batches, weight_fn = _batch.close_all(batches), _batch.on_user_batch(weight_fn)
-  estimated = _batch_stats.estimate(of_batch, statistics, selection, batches, weight_fn)
+  estimated = _batch_stats.estimate(measure, statistics, selection, batches, weight_fn)
   for path, new in estimated.items():
     norms[path].mean[...], norms[path].var[...] = new["mean"], new["var"]
   return copy
 
 
-def _of_batch(forward_fn: Any, graphdef: nnx.GraphDef, state: Any, chosen: Any, batch: Any) -> Any:
-  """What a batch tells of each BatchNorm to estimate, by its path."""
+def _measure(forward_fn: Any, graphdef: nnx.GraphDef, state: Any, chosen: Any, batch: Any) -> Any:
+  """Computes the statistics of a batch for each chosen BatchNorm, by path."""
   model = nnx.merge(graphdef, state)
   forward_fn(model, _batch.user_batch(batch))
   norms = _model.modules(model, nnx.BatchNorm)
