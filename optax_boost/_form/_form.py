@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import optax
 
-from optax_boost._form import _protocol
+from optax_boost._form import _protocol, _state_check
 from optax_boost._foundation import _tree_checks
 
 
@@ -54,7 +54,7 @@ class Form:
     """Checks the arguments of ``update``: params that fit the gradients, the type of the state."""
     if self.needs_params:
       _tree_checks.require_params(params, self.method)
-    _tree_checks.require_state(state, self.state_type, self.method)
+    _state_check.check_type(state, self.state_type, self.method)
     if params is not None:
       like_gradients = _tree_checks.differentiated(params) if self.allows_pairs else params
       _tree_checks.check_same_tree(updates, like_gradients, self.method)

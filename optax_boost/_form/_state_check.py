@@ -1,6 +1,10 @@
-"""Whose state is this? Tells an optimizer's state from one of other params, or of another one."""
+"""Refuses the state of another transformation, or of other params.
 
-from collections.abc import Callable
+:func:`check` compares a whole optimizer state with the one that ``init`` makes; train steps and
+``apply_gradients`` call it. The other functions check the state that one ``update`` gets.
+"""
+
+from collections.abc import Callable, Sequence
 import functools
 from typing import Any
 import warnings
@@ -9,9 +13,43 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_boost._foundation import _paths, _types
+from optax_boost._foundation import _checks, _paths, _types
 
 _NUMBER_KINDS = (jnp.floating, jnp.complexfloating, jnp.integer)
+_WRONG_TYPE = (
+  "`{method}` needs the state that its own `init` made, {required}; got {got}. Pass the state of"
+  " this transformation; a checkpoint must be restored into the structure of `tx.init(params)`."
+)
+
+
+def check_type(state: _types.OptState, state_type: type, method: str) -> None:
+  """Raises TypeError for the state of another transformation."""
+  if not isinstance(state, state_type):
+    required, got = f"a {state_type.__name__}", f"a {type(state).__name__}"
+    raise TypeError(_WRONG_TYPE.format(method=method, required=required, got=got))
+
+
+def check_chain_types(
+  states: Sequence[_types.OptState], state_types: Sequence[type], method: str
+) -> None:
+  """Raises TypeError for a tuple of states other than those of a method's chain."""
+  types = [type(state) for state in states]
+  if types != list(state_types):
+    required = ", ".join(expected.__name__ for expected in state_types)
+    got = ", ".join(actual.__name__ for actual in types)
+    raise TypeError(_WRONG_TYPE.format(method=method, required=f"({required})", got=f"({got})"))
+
+
+def check_shapes(
+  method: str, state_shapes: list[tuple[int, ...]], param_shapes: list[tuple[int, ...]]
+) -> None:
+  """Raises ValueError if the leaves that a state keeps have other shapes than the params."""
+  if state_shapes != param_shapes:
+    raise ValueError(
+      f"`{method}` needs the params that its state was made for, of shapes"
+      f" {_checks.shorten(state_shapes)}; got {_checks.shorten(param_shapes)}. Start from"
+      f" `tx.init(params)`."
+    )
 
 
 def check(
@@ -19,58 +57,60 @@ def check(
 ) -> None:
   """Raises ValueError unless `opt_state` has the arrays that ``tx.init(params)`` makes.
 
-  Arrays of other params may broadcast against these. Once for each transformation and types.
+  Arrays of other params might broadcast against them. The check runs once for each transformation
+  and each combination of types.
   """
-  structure: Any
+  structure: _types.TreeDef
   leaves, structure = jax.tree.flatten((opt_state, params))
   types = tuple((jnp.shape(leaf), jnp.result_type(leaf)) for leaf in leaves)
   try:
-    found = _difference(tx.init, structure, types)
+    difference = _difference(tx.init, structure, types)
   except TypeError:  # an `init` that has no hash
-    found = _difference.__wrapped__(tx.init, structure, types)
-  if found:
+    difference = _difference.__wrapped__(tx.init, structure, types)
+  if difference:
     raise ValueError(
       "The optimizer state must be the one that this transformation's `init` made of these params;"
-      f" {found}. Make it with `tx.init(params)` or `step.init(params)`; a checkpoint must be"
+      f" {difference}. Make it with `tx.init(params)` or `step.init(params)`; a checkpoint must be"
       " restored into the structure of what these return."
     )
 
 
 @functools.lru_cache(maxsize=256)
-def _difference(init: Callable[[optax.Params], Any], structure: Any, types: Any) -> str:
+def _difference(
+  init: Callable[[optax.Params], optax.OptState], structure: _types.TreeDef, types: Any
+) -> str:
+  """How a state differs from the one that ``init(params)`` makes; "" if it doesn't.
+
+  `structure` and `types` are those of the pair ``(opt_state, params)``.
+  """
   opt_state, params = jax.tree.unflatten(
     structure, [jax.ShapeDtypeStruct(*shape_and_dtype) for shape_and_dtype in types]
   )
   try:
     with warnings.catch_warnings():
-      # They were given when the state was made.
+      # The user saw these warnings when the state was made.
       warnings.simplefilter("ignore")
       expected = jax.eval_shape(init, params)
   except Exception:
-    # An `init` that computes with the values of the params can't tell.
+    # An `init` that computes with the values of the params can't run on abstract params.
     return ""
-  return difference(expected, opt_state)
-
-
-def difference(expected: Any, state: _types.Tree) -> str:
-  """What tells a state from the expected one; "": nothing."""
-  required, present = set(_paths.leaf_paths(expected)), set(_paths.leaf_paths(state))
+  required, present = set(_paths.leaf_paths(expected)), set(_paths.leaf_paths(opt_state))
   if lacking := sorted(required - present):
     return f"it lacks the leaf '{lacking[0]}'"
   if surplus := sorted(present - required):
     return f"it has a leaf '{surplus[0]}' too many"
-  return array_difference(expected, state)
+  return _array_difference(expected, opt_state)
 
 
-def array_difference(expected: _types.Tree, state: _types.Tree) -> str:
-  """An array of a state that differs from the expected one of the same path; "": none.
+def _array_difference(expected: optax.OptState, opt_state: optax.OptState) -> str:
+  """How an array differs from the expected one of the same path; "" if none does.
 
-  An `init` of another author may make scalars that grow in the first update, and an update may
-  change the precision, so only shapes of arrays and kinds of numbers must agree.
+  Only shapes of arrays and kinds of numbers must be equal: scalars of other authors' states may
+  grow in the first update, and an update may change the precision.
   """
-  leaves = dict(zip(_paths.leaf_paths(state), jax.tree.leaves(state), strict=True))
+  leaves = dict(zip(_paths.leaf_paths(opt_state), jax.tree.leaves(opt_state), strict=True))
   for path, array in zip(_paths.leaf_paths(expected), jax.tree.leaves(expected), strict=True):
-    if path not in leaves or not array.shape:
+    if not array.shape:
       continue
     got = leaves[path]
     dtype = jnp.result_type(got)

@@ -1,6 +1,5 @@
 """Checks of trees: gradients, params, and states."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -16,46 +15,6 @@ def require_params(params: _types.Tree, method: str) -> None:
     raise ValueError(
       f"`{method}` needs the current params; got params=None. Call"
       " `tx.update(grads, state, params)`, or let `optax_boost.make_train_step` do it."
-    )
-
-
-# In all errors about the state of another transformation or of other params.
-NEEDS_STATE = "needs the state that"
-
-
-_OWN_STATE = (
-  f"`{{method}}` {NEEDS_STATE} its own `init` made, {{required}}; got {{got}}. Pass the state of"
-  " this transformation; a checkpoint must be restored into the structure of `tx.init(params)`."
-)
-
-
-def require_state(state: _types.Tree, state_type: type, method: str) -> None:
-  """Raises TypeError for the state of another transformation."""
-  if not isinstance(state, state_type):
-    required, got = f"a {state_type.__name__}", f"a {type(state).__name__}"
-    raise TypeError(_OWN_STATE.format(method=method, required=required, got=got))
-
-
-def require_chain_state(
-  state: Sequence[_types.Tree], state_types: Sequence[type], method: str
-) -> None:
-  """Raises TypeError for a tuple of states other than those of a method's chain."""
-  types = [type(member) for member in state]
-  if types != list(state_types):
-    required = ", ".join(expected.__name__ for expected in state_types)
-    got = ", ".join(actual.__name__ for actual in types)
-    raise TypeError(_OWN_STATE.format(method=method, required=f"({required})", got=f"({got})"))
-
-
-def check_shapes_of_state(
-  method: str, of_state: list[tuple[int, ...]], of_params: list[tuple[int, ...]]
-) -> None:
-  """Raises ValueError if the leaves that a state keeps have other shapes than the params'."""
-  if of_state != of_params:
-    raise ValueError(
-      f"`{method}` needs the params that its state was made for, of shapes"
-      f" {_checks.shorten(of_state)}; got {_checks.shorten(of_params)}. Start from"
-      f" `tx.init(params)`."
     )
 
 

@@ -20,14 +20,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_boost._form import _finiteness, _protocol, _transformation
+from optax_boost._form import _finiteness, _protocol, _state_check, _transformation
 from optax_boost._foundation import (
   _arrays,
   _checks,
   _leaf_names,
   _placement,
   _selectors,
-  _tree_checks,
   _trees,
   _types,
 )
@@ -234,7 +233,7 @@ def lars(
   def step(updates: Any, state: Any, params: Any, *, layers: Any = None) -> tuple[Any, Any]:
     kinds: list[Any] = [ScaleByLarsTrustRatioState]
     kinds += [type(part.init(())) for part in (descent, trace)]
-    _tree_checks.require_chain_state(state, kinds, "lars")
+    _state_check.check_chain_types(state, kinds, "lars")
     of_ratio, of_descent, of_trace = state
     updates, of_ratio = ratio.update(updates, of_ratio, params, layers=layers)
     updates, of_descent = descent.update(updates, of_descent)

@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_boost._form import _finiteness, _protocol, _transformation
+from optax_boost._form import _finiteness, _protocol, _state_check, _transformation
 from optax_boost._foundation import (
   _arrays,
   _checks,
@@ -126,7 +126,7 @@ def record_trajectory(
       )
     # A leaf of another shape could broadcast into the ring.
     kept = [ring.shape[1:] for ring in jax.tree.leaves(state.snapshots)]
-    _tree_checks.check_shapes_of_state(_METHOD, kept, list(map(jnp.shape, jax.tree.leaves(params))))
+    _state_check.check_shapes(_METHOD, kept, list(map(jnp.shape, jax.tree.leaves(params))))
 
     def taken() -> TrajectoryState:
       good = _mesh_axes.on_all_devices(_finiteness.all_finite(params), axis_name, _METHOD)

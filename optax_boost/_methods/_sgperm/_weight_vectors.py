@@ -8,13 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_boost._form import _finiteness
+from optax_boost._form import _finiteness, _state_check
 from optax_boost._foundation import (
   _checks,
   _leaf_names,
   _paths,
   _selectors,
-  _tree_checks,
   _trees,
   _types,
 )
@@ -113,7 +112,7 @@ class Cutter:
     layouts: list[Layout] = self._layouts(params, self._layers or _leaves.check_layers(layers))
     shapes = [lay.shape for lay in layouts if not lay.excluded]
     state_shapes = [jnp.shape(x) for x in jax.tree.leaves(state.permuted_params)]
-    _tree_checks.check_shapes_of_state(self._method, state_shapes, shapes)
+    _state_check.check_shapes(self._method, state_shapes, shapes)
     return layouts
 
 
