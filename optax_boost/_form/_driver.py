@@ -18,15 +18,14 @@ fuses the wrappers' arithmetic on gradients into the loop's work on each leaf.
 
 from collections.abc import Callable, Sequence
 import dataclasses
-import functools
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from optax_boost._form import _finiteness, _form, _protocol
-from optax_boost._foundation import _arrays, _conditionals, _masks, _mesh_axes, _placement, _types
+from optax_boost._form import _exact_params, _finiteness, _form, _skipped_steps
+from optax_boost._foundation import _arrays, _conditionals, _mesh_axes, _types
 
 # Returns the gradients and the extra arguments of ``update``.
 Gradients: TypeAlias = Callable[[], tuple[optax.Updates, _types.ExtraArgs]]
@@ -259,7 +258,7 @@ def _run_innermost(tx: optax.GradientTransformation, call: Call, state: Any) -> 
   ) -> tuple[Any, Any]:
     if not plan.applies_updates:
       return updates, new_state
-    new_params = apply_updates(params, updates, new_state)
+    new_params = _exact_params.apply_updates(params, updates, new_state)
     return plan.access.write(stored, new_params, params), new_state
 
   def step(stored: StoredParams, state: Any) -> tuple[Any, optax.OptState]:
@@ -296,43 +295,10 @@ def _run_innermost(tx: optax.GradientTransformation, call: Call, state: Any) -> 
     result, new_state = _conditionals.update_if(
       makes_step, lambda state: step(call.stored_params, state), state, shapes
     )
-  made = _conditionals.both(made, _made(state, new_state))
+  made = _conditionals.both(made, _as_condition(_skipped_steps.made_step(state, new_state)))
   return Outcome(result, new_state, made, failed_check)
 
 
-def _made(before: Any, after: Any) -> Condition:
-  """Whether a called transformation made a step, as its states tell."""
-  made = _protocol.made_step(before, after)
-  return made if isinstance(made, jax.Array) else True
-
-
-def apply_updates(
-  params: optax.Params, updates: optax.Updates, state: optax.OptState
-) -> optax.Params:
-  """``optax.apply_updates``, without its rounding where a state holds the exact new params."""
-
-  def reach(reached: Any, total: Any, param: Any, update: Any, exact: Any) -> Any:
-    if _masks.is_masked(exact) or jnp.shape(exact) != jnp.shape(total):
-      return total
-    exact = _placement.in_device_memory(exact).astype(total.dtype)
-    wide = jnp.promote_types(total.dtype, update.dtype)
-    step = exact.astype(wide) - param.astype(wide)
-    # Compared relative to the step: an update that was changed, as to zero in a frozen leaf, is
-    # added.
-    leads = jnp.isclose(update.astype(wide), step, jnp.finfo(update.dtype).eps, 0, equal_nan=True)
-    return jnp.where(leads & reached, exact, total)
-
-  new = optax.apply_updates(params, updates)
-  structure: Any = jax.tree.structure(params, is_leaf=_masks.is_masked)
-  for node in _protocol.declaring_states(state, "exact"):
-    reached: Any = True
-    for name in _protocol.declared(node, "exact_if"):
-      reached = reached & getattr(node, name)
-    reach_if = functools.partial(reach, reached)
-    for name in _protocol.declared(node, "exact"):
-      trees = (new, params, updates, getattr(node, name))
-      leaves = [_masks.leaves_like(tree, params) for tree in trees]
-      fitting = [tree_leaves for tree_leaves in leaves if tree_leaves is not None]
-      if len(fitting) == len(trees):
-        new = jax.tree.unflatten(structure, list(map(reach_if, *fitting)))
-  return new
+def _as_condition(flag: Any) -> Condition:
+  """A flag of the states: a NumPy bool means that no state has a flag."""
+  return flag if isinstance(flag, jax.Array) else True

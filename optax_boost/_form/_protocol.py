@@ -29,11 +29,9 @@ and can't be in the state, which holds arrays: the transformation's form holds i
 import collections
 from collections.abc import Callable
 import functools
-import operator
 from typing import Any, NamedTuple, TypeVar
 
 import jax
-import numpy as np
 import optax
 
 from optax_boost._foundation import _checks, _masks, _paths, _types
@@ -139,72 +137,6 @@ def read_metrics(opt_state: optax.OptState) -> _types.Metrics:
         metrics[f"{name}_{times[name]}" if times[name] else name] = value
         times[name] += 1
   return metrics
-
-
-def made_step(before: optax.OptState, after: optax.OptState) -> Any:
-  """Whether the update from one state to another made a step; a scalar bool.
-
-  A wrapper's state tells it for all inside it; optax's ``MultiSteps`` and ``apply_if_finite`` have
-  counters. Everything else makes a step in every call.
-  """
-
-  def tells(node: _types.Tree) -> bool:
-    optax_states = optax.PartitionState | optax.MultiStepsState | optax.ApplyIfFiniteState
-    return isinstance(node, optax_states) or bool(declared(node, "outcome"))
-
-  made: Any = np.bool_(True)
-  old_nodes = jax.tree.leaves(before, is_leaf=tells)
-  new_nodes = jax.tree.leaves(after, is_leaf=tells)
-  for old, new in zip(old_nodes, new_nodes, strict=True):
-    if isinstance(new, optax.PartitionState):
-      made = made & _part_made_step(old.inner_states, new.inner_states)
-    elif isinstance(new, optax.MultiStepsState):
-      emitted = new.gradient_step != old.gradient_step
-      made = made & emitted & made_step(old.inner_opt_state, new.inner_opt_state)
-    elif isinstance(new, optax.ApplyIfFiniteState):
-      made = made & new.last_finite & made_step(old.inner_state, new.inner_state)
-    elif tells(new):
-      (field,) = declared(new, "outcome")
-      made = made & getattr(new, field)
-  return made
-
-
-def _part_made_step(before: dict[Any, Any], after: dict[Any, Any]) -> Any:
-  """Whether one of several transformations side by side made a step."""
-  inner = {key: getattr(part, "inner_state", part) for key, part in after.items()}
-  # `optax.set_to_zero` moves no params. It is one transformation without a state; a chain of such,
-  # as `optax.sgd`, has a tuple of states.
-  moving = [key for key in after if not isinstance(inner[key], optax.EmptyState)]
-  parts_made_step = [made_step(before[key], after[key]) for key in moving or after]
-  return functools.reduce(operator.or_, parts_made_step, np.bool_(False))
-
-
-def left_out(before: optax.OptState, after: optax.OptState) -> Any:
-  """Whether a call that led from one state to another left its batch out; None if none can.
-
-  A step was skipped, or a micro-batch dropped. optax's ``apply_if_finite`` and ``MultiSteps`` tell
-  it, too.
-  """
-  optax_states = optax.MultiStepsState | optax.ApplyIfFiniteState
-
-  def telling(state: optax.OptState) -> list[Any]:
-    return [
-      node for node in nodes(state) if isinstance(node, optax_states) or declared(node, "skips")
-    ]
-
-  flags = []
-  for old, new in zip(telling(before), telling(after), strict=True):
-    if isinstance(new, optax.MultiStepsState):
-      # What optax's own functions that skip return; no count moves then, nor without a call.
-      if isinstance(new.skip_state, dict) and "should_skip" in new.skip_state:
-        counts = zip(old[:2], new[:2], strict=True)
-        still = functools.reduce(operator.and_, [x == y for x, y in counts])
-        flags.append(new.skip_state["should_skip"] & still)
-    elif isinstance(new, optax.ApplyIfFiniteState):
-      flags.append(new.total_notfinite != old.total_notfinite)
-    else:
-      flags += [getattr(new, name) != getattr(old, name) for name in declared(new, "skips")]
-  return functools.reduce(operator.or_, flags) if flags else None
 
 
 def unseen_by_scale(opt_state: optax.OptState, tree: _types.Tree) -> list[Any]:

@@ -25,7 +25,13 @@ from typing import Any
 import jax
 import optax
 
-from optax_boost._form import _apply_gradients, _compositions, _protocol, _state_check
+from optax_boost._form import (
+  _apply_gradients,
+  _compositions,
+  _protocol,
+  _skipped_steps,
+  _state_check,
+)
 from optax_boost._foundation import _checks, _types, _warnings
 from optax_boost._trace import _layer_axes
 from optax_boost._train_step import (
@@ -150,7 +156,7 @@ class Program:
     if _compositions.names_extra_argument(self.tx, "model_state"):
       extra["model_state"] = model_state
     params, opt_state = _apply_gradients.step_in_place(self.tx, grad, opt_state, start, extra)
-    rejected = _protocol.left_out(state.opt_state, opt_state)
+    rejected = _skipped_steps.left_out(state.opt_state, opt_state)
     metrics = {"loss": value, **_protocol.read_metrics(opt_state)}
     metrics |= _rejected_batch.skip_metrics(rejected, value)
     if freezing is not None:

@@ -18,7 +18,14 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_boost._form import _compositions, _driver, _finiteness, _protocol, _transformation
+from optax_boost._form import (
+  _compositions,
+  _driver,
+  _finiteness,
+  _protocol,
+  _skipped_steps,
+  _transformation,
+)
 from optax_boost._foundation import (
   _arrays,
   _checks,
@@ -274,7 +281,7 @@ class _AverageParams:
     # The loop needs an array to carry.
     if jax.tree.leaves(averages):
       # The step may be made by the other micro-batches of a window.
-      left_out = _protocol.left_out(state.inner_state, outcome.state) if statistics else None
+      left_out = _skipped_steps.left_out(state.inner_state, outcome.state) if statistics else None
       statistics = _conditionals.nan_if(left_out, statistics)
       stepped, *operands = self._stepped(call, outcome.result)
       averages = self._snapshot_if(

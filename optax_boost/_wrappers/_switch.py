@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_boost._form import _protocol, _transformation
+from optax_boost._form import _protocol, _skipped_steps, _transformation
 from optax_boost._foundation import _arrays, _checks, _conditionals
 
 _METHOD = "switch_after"
@@ -126,8 +126,8 @@ class _SwitchAfter(NamedTuple):
     out = jax.tree.map(lambda u, v: jnp.where(first_acts, u, v), from_first, from_second)
     made = jnp.where(
       first_acts,
-      _protocol.made_step(state.first_state, first_state),
-      _protocol.made_step(state.second_state, second_state),
+      _skipped_steps.made_step(state.first_state, first_state),
+      _skipped_steps.made_step(state.second_state, second_state),
     )
     return out, SwitchAfterState(
       count=optax.safe_increment(state.count),

@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import optax_boost
-from optax_boost._form import _compositions, _protocol
+from optax_boost._form import _compositions, _skipped_steps
 from tests.contract import registry
 
 CHECKING = {
@@ -302,7 +302,7 @@ def test_each_side_of_a_switch_reports_its_own_steps():
     params = optax.apply_updates(params, updates)
     made.append(bool(state.made))
   assert made == [True, True, False, True, False, True]
-  assert _protocol.made_step(tx.init(params), state) == made[-1]
+  assert _skipped_steps.made_step(tx.init(params), state) == made[-1]
 
 
 def test_a_function_around_an_update_that_bears_its_attributes_is_called():

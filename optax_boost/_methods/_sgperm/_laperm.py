@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_boost._form import _protocol, _transformation
+from optax_boost._form import _protocol, _skipped_steps, _transformation
 from optax_boost._foundation import _arrays, _checks, _conditionals, _types
 from optax_boost._methods._sgperm import _execution, _pairs_and_ranks, _sorting, _weight_vectors
 from optax_boost._trace import _layer_axes
@@ -156,7 +156,7 @@ class _Laperm(NamedTuple):
     updates, inner_state = self.inner.update(updates, state.inner_state, params, **extra_args)
     structure: Any = jax.tree.structure(params)
     steps = structure.flatten_up_to(updates)
-    made = jnp.asarray(_protocol.made_step(state.inner_state, inner_state))
+    made = jnp.asarray(_skipped_steps.made_step(state.inner_state, inner_state))
     count = _arrays.increment_if(made, state.count)
     due = made & (count % self._period(state.count) == 0)
 

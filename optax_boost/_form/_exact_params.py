@@ -1,0 +1,51 @@
+"""Applies updates to params without rounding where a state holds the exact new params.
+
+The params after a step of ``sgperm`` or ``laperm`` are a permutation of earlier ones, and their
+states hold it (``exact`` in :mod:`optax_boost._form._protocol`). Adding an update to a param may be
+one rounding off.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optax_boost._form import _protocol
+from optax_boost._foundation import _masks, _placement, _types
+
+
+def apply_updates(
+  params: optax.Params, updates: optax.Updates, state: optax.OptState
+) -> optax.Params:
+  """``optax.apply_updates``, but entries that reach the exact params in `state` become these."""
+  new = optax.apply_updates(params, updates)
+  structure: _types.TreeDef = jax.tree.structure(params, is_leaf=_masks.is_masked)
+  for node in _protocol.declaring_states(state, "exact"):
+    is_valid: Any = True
+    for name in _protocol.declared(node, "exact_if"):
+      is_valid = is_valid & getattr(node, name)
+    replace = functools.partial(_exact_if_reached, is_valid)
+    for name in _protocol.declared(node, "exact"):
+      trees = (new, params, updates, getattr(node, name))
+      leaves = [_masks.leaves_like(tree, params) for tree in trees]
+      fitting = [tree_leaves for tree_leaves in leaves if tree_leaves is not None]
+      if len(fitting) == len(trees):
+        new = jax.tree.unflatten(structure, list(map(replace, *fitting)))
+  return new
+
+
+def _exact_if_reached(
+  is_valid: Any, new: jax.Array, old: jax.Array, update: jax.Array, exact: Any
+) -> jax.Array:
+  """`exact` in the entries whose update leads there from `old`, elsewhere `new`."""
+  if _masks.is_masked(exact) or jnp.shape(exact) != jnp.shape(new):
+    return new
+  exact = _placement.in_device_memory(exact).astype(new.dtype)
+  wide = jnp.promote_types(new.dtype, update.dtype)
+  step = exact.astype(wide) - old.astype(wide)
+  # The tolerance is relative to the step: an update that was changed afterwards, such as one that
+  # was set to zero in a frozen leaf, is added as it is.
+  leads = jnp.isclose(update.astype(wide), step, jnp.finfo(update.dtype).eps, 0, equal_nan=True)
+  return jnp.where(leads & is_valid, exact, new)

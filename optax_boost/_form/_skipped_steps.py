@@ -1,0 +1,85 @@
+"""Tells from the states before and after a call whether it made a step or left its batch out.
+
+States of this package declare it (:mod:`optax_boost._form._protocol`). Of optax's transformations,
+``MultiSteps``, ``apply_if_finite`` and ``partition`` are known.
+"""
+
+import functools
+import operator
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+from optax_boost._form import _protocol
+from optax_boost._foundation import _types
+
+
+def made_step(before: optax.OptState, after: optax.OptState) -> Any:
+  """Whether the call that led from one state to the other made a step; a scalar bool.
+
+  The state of a wrapper tells it for everything inside. A transformation whose state does not tell
+  makes a step in every call.
+  """
+
+  def tells(node: _types.Tree) -> bool:
+    optax_states = optax.PartitionState | optax.MultiStepsState | optax.ApplyIfFiniteState
+    return isinstance(node, optax_states) or bool(_protocol.declared(node, "outcome"))
+
+  made: Any = np.bool_(True)
+  old_nodes = jax.tree.leaves(before, is_leaf=tells)
+  new_nodes = jax.tree.leaves(after, is_leaf=tells)
+  for old, new in zip(old_nodes, new_nodes, strict=True):
+    if isinstance(new, optax.PartitionState):
+      made = made & _part_made_step(old.inner_states, new.inner_states)
+    elif isinstance(new, optax.MultiStepsState):
+      emitted = new.gradient_step != old.gradient_step
+      made = made & emitted & made_step(old.inner_opt_state, new.inner_opt_state)
+    elif isinstance(new, optax.ApplyIfFiniteState):
+      made = made & new.last_finite & made_step(old.inner_state, new.inner_state)
+    elif tells(new):
+      (field,) = _protocol.declared(new, "outcome")
+      made = made & getattr(new, field)
+  return made
+
+
+def _part_made_step(before: dict[Any, optax.OptState], after: dict[Any, optax.OptState]) -> Any:
+  """Whether any of the transformations that ``optax.partition`` holds made a step."""
+  inner = {key: getattr(part, "inner_state", part) for key, part in after.items()}
+  # A part whose state is an EmptyState is `optax.set_to_zero`, which moves no params; `optax.sgd`
+  # and other chains have a tuple of states.
+  moving = [key for key in after if not isinstance(inner[key], optax.EmptyState)]
+  parts_made_step = [made_step(before[key], after[key]) for key in moving or after]
+  return functools.reduce(operator.or_, parts_made_step, np.bool_(False))
+
+
+def left_out(before: optax.OptState, after: optax.OptState) -> Any:
+  """Whether the call that led from one state to the other left its batch out.
+
+  The call either skipped its step or dropped its micro-batch. None: no state counts such calls.
+  """
+  optax_states = optax.MultiStepsState | optax.ApplyIfFiniteState
+
+  def counting(state: optax.OptState) -> list[Any]:
+    return [
+      node
+      for node in _protocol.nodes(state)
+      if isinstance(node, optax_states) or _protocol.declared(node, "skips")
+    ]
+
+  flags = []
+  for old, new in zip(counting(before), counting(after), strict=True):
+    if isinstance(new, optax.MultiStepsState):
+      # optax's functions that decide about skipping return `should_skip`, which holds for this call
+      # only if no count has moved.
+      if isinstance(new.skip_state, dict) and "should_skip" in new.skip_state:
+        counts = zip(old[:2], new[:2], strict=True)
+        still = functools.reduce(operator.and_, [x == y for x, y in counts])
+        flags.append(new.skip_state["should_skip"] & still)
+    elif isinstance(new, optax.ApplyIfFiniteState):
+      flags.append(new.total_notfinite != old.total_notfinite)
+    else:
+      skips = _protocol.declared(new, "skips")
+      flags += [getattr(new, name) != getattr(old, name) for name in skips]
+  return functools.reduce(operator.or_, flags) if flags else None
