@@ -49,10 +49,10 @@ def as_jax(tree: _types.SameTree) -> _types.SameTree:
   a NumPy array would mean to ask for float64.
   """
   leaves, structure = jax.tree.flatten(tree)
-  of_numpy = [isinstance(x, np.ndarray | np.generic) for x in leaves]
-  if not any(of_numpy):
+  is_numpy = [isinstance(x, np.ndarray | np.generic) for x in leaves]
+  if not any(is_numpy):
     return tree
-  pairs = zip(leaves, of_numpy, strict=True)
+  pairs = zip(leaves, is_numpy, strict=True)
   return jax.tree.unflatten(
     structure, [jnp.array(x) if n and jnp.issubdtype(x.dtype, jnp.inexact) else x for x, n in pairs]
   )

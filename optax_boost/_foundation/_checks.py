@@ -43,7 +43,7 @@ def is_integer(value: _types.Unchecked) -> bool:
 
 
 def _dtype_of(array: Any) -> Any:
-  # Of an array of Python objects, JAX knows no dtype.
+  # JAX has no dtype for a NumPy array of Python objects.
   return array.dtype if isinstance(array, np.ndarray | np.generic) else jnp.result_type(array)
 
 

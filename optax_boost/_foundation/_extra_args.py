@@ -31,20 +31,20 @@ def map_gradients(
   """Applies a function to all gradients: `updates`, the extra arguments `grad` and `grad_fn`."""
   extra = dict(extra_args)
 
-  def of_some(gradients: _types.Tree) -> _types.Tree:
+  def apply(gradients: _types.Tree) -> _types.Tree:
     # A method further inside may see fewer leaves than the function.
     seen = _masks.mask_like(gradients, updates)
     return _masks.mask_like(function(_masks.fill_masked(seen, updates)), seen)
 
   if extra.get("grad") is not None:
     if _masks.leaves_like(extra["grad"], updates) is None:
-      # Of other leaves, as inside ``optax.flatten``: whoever needs it says that it is missing.
+      # It has other leaves, as inside ``optax.flatten``. A method that needs `grad` then misses it.
       del extra["grad"]
     else:
-      extra["grad"] = of_some(extra["grad"])
+      extra["grad"] = apply(extra["grad"])
   if extra.get("grad_fn") is not None:
     grad_fn = extra["grad_fn"]
-    extra["grad_fn"] = lambda *args, **kwargs: of_some(grad_fn(*args, **kwargs))
+    extra["grad_fn"] = lambda *args, **kwargs: apply(grad_fn(*args, **kwargs))
   return function(updates), extra
 
 

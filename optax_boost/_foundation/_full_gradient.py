@@ -238,8 +238,10 @@ def check_gradients(gradients: Any, params: Any, source: str) -> None:
   got: Any = jax.tree.structure(gradients)
   want: Any = jax.tree.structure(params)
   if got == want:
-    of_real = jax.tree.map(lambda g, p: None if jnp.iscomplexobj(p) else g, gradients, params)
-    _tree_checks.check_floating(of_real, source, "Give gradients as `jax.grad` does.")
+    real_gradients = jax.tree.map(
+      lambda g, p: None if jnp.iscomplexobj(p) else g, gradients, params
+    )
+    _tree_checks.check_floating(real_gradients, source, "Give gradients as `jax.grad` does.")
   shapes = [getattr(leaf, "shape", ()) for leaf in jax.tree.leaves(gradients)]
   if got != want or shapes != [jnp.shape(leaf) for leaf in jax.tree.leaves(params)]:
     raise ValueError(

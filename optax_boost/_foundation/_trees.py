@@ -58,12 +58,12 @@ def once_per_tree(plan: Callable[..., _Plan]) -> Callable[..., _Plan]:
     leaves, structure = jax.tree.flatten(tree)
     key = (structure, tuple(jnp.shape(leaf) for leaf in leaves), *static)
     # Another thread may clear the plans at any time, so none is looked up twice.
-    of_tree = plans.get(key, _MISSING)
-    if of_tree is _MISSING:
-      of_tree = plan(tree, *static)
+    tree_plan = plans.get(key, _MISSING)
+    if tree_plan is _MISSING:
+      tree_plan = plan(tree, *static)
       if len(plans) >= _MOST_PLANS:
         plans.clear()
-      plans[key] = of_tree
-    return of_tree
+      plans[key] = tree_plan
+    return tree_plan
 
   return cached

@@ -66,10 +66,10 @@ dimensions. The body of the scan gets one slice of ``hidden`` after the other:
 >>> leaves = [analysis.leaf(shape) for shape in ((8, 3), (2, 8, 8))]
 >>> batch = analysis.argument((4, 8), _leaf_uses.DataKind.ARRAY)
 >>> _ = analysis.run(program, [*leaves, batch])
->>> (of_hidden,), (of_head,) = analysis.findings().uses
->>> of_hidden.leaf, of_hidden.kind.name, set(of_hidden.fan_in), set(of_hidden.stacked)
+>>> (hidden_use,), (head_use,) = analysis.findings().uses
+>>> hidden_use.leaf, hidden_use.kind.name, set(hidden_use.fan_in), set(hidden_use.stacked)
 (1, 'CONTRACTED', {1}, {0})
->>> of_head.leaf, of_head.kind.name, set(of_head.fan_in), set(of_head.stacked)
+>>> head_use.leaf, head_use.kind.name, set(head_use.fan_in), set(head_use.stacked)
 (0, 'CONTRACTED', {0}, set())
 
 *From uses to axes.* The first use that tells them decides on the axes of a leaf:

@@ -64,13 +64,13 @@ class Blocks(NamedTuple):
   """The blocks of a model.
 
   Attributes:
-    of_leaf: by the number of a leaf the number of its block; of a leaf that a scan slices, the
+    by_leaf: by the number of a leaf the number of its block; of a leaf that a scan slices, the
       number of each layer's block.
     num_blocks: how many blocks there are.
     origin: what was taken for blocks, and how to say otherwise.
   """
 
-  of_leaf: dict[int, list[int]]
+  by_leaf: dict[int, list[int]]
   num_blocks: int
   origin: str
 
@@ -335,7 +335,7 @@ def _numbered_series(model: Model, num_kernels: int) -> list[Series]:
   for module in members:
     if match := _NUMBERED.fullmatch(module):
       siblings.setdefault(match[1], []).append(module)
-  # Of leaves that are used again, as tables of relative positions, one block has the first use.
+  # A leaf that is used again, as a table of relative positions, would place only its first block.
   again = {leaf for leaf, number in collections.Counter(model.uses).items() if number > 1}
   series = []
   for stem, modules in siblings.items():
@@ -401,7 +401,7 @@ def _select(model: Model, patterns: str) -> Series:
   sliced: set[_leaf_uses.LayerScan] = set()
   for pattern in patterns.split("|"):
     selected = _matches(model, pattern.removesuffix(_STEPS))
-    leaves = [leaf for of_module in selected.values() for leaf in of_module]
+    leaves = [leaf for members in selected.values() for leaf in members]
     scans = {scan_of[leaf] for leaf in leaves if leaf in scan_of}
     # What is in one scan alone can't be one after the other but by its steps.
     are_steps = len(scans) == 1 and all(leaf in scan_of for leaf in leaves)
@@ -460,8 +460,8 @@ def _place(model: Model, towers: Sequence[Series], origin: str) -> Blocks:
     if leaf not in places:
       places[leaf] = [_place_beside(model, parts, leaf, depth)]
   kept = {place: number for number, place in enumerate(sorted(set().union(*places.values())))}
-  of_leaf = {leaf: [kept[place] for place in numbers] for leaf, numbers in places.items()}
-  return Blocks(of_leaf, len(kept), origin)
+  by_leaf = {leaf: [kept[place] for place in numbers] for leaf, numbers in places.items()}
+  return Blocks(by_leaf, len(kept), origin)
 
 
 def _place_beside(
@@ -559,7 +559,7 @@ def _join_parallel(model: Model, layers: list[Part]) -> list[Part]:
   follows = [{k for k, a in enumerate(layers) if model.follows(b.leaves, a.leaves)} for b in layers]
   joined: list[Part] = []
   for number, layer in enumerate(layers):
-    if all(set(range(number)) <= of_later for of_later in follows[number:]):
+    if all(set(range(number)) <= earlier for earlier in follows[number:]):
       joined.append(layer)
     else:
       joined[-1] = Part(joined[-1].leaves | layer.leaves)
@@ -572,7 +572,7 @@ def _blocks_of_layers(model: Model, layers: list[Part], origin: str) -> Blocks:
   A bias or a normalization is with the only layer of its innermost module, else with the layer
   that is used last before it, and with the first if there is none.
   """
-  of_leaf: dict[int, list[int]] = {}
+  by_leaf: dict[int, list[int]] = {}
   layers_of: dict[str, set[int]] = {}
   first = min((_begin(model, layer) for layer in layers), default=len(model.order))
   is_before = {
@@ -588,25 +588,25 @@ def _blocks_of_layers(model: Model, layers: list[Part], origin: str) -> Blocks:
     begins.append((_begin(model, layer), numbers[0], numbers[-1]))
     for leaf in layer.leaves:
       is_reversed = layer.scan is not None and layer.scan.reverse
-      of_leaf[leaf] = numbers[::-1] if is_reversed else numbers
+      by_leaf[leaf] = numbers[::-1] if is_reversed else numbers
       if layer.scan is None:
         layers_of.setdefault(model.leaves[leaf].path.rpartition("/")[0], set()).add(numbers[0])
   outer = {module for leaf in model.leaves for module in _modules_around(leaf.path)}
   shared = {i: scan for scan in model.layer_scans for i in _shared(model, scan)}
   for leaf, place in model.order.items():
-    if leaf in of_leaf:
+    if leaf in by_leaf:
       continue
     module = model.leaves[leaf].path.rpartition("/")[0]
     own = layers_of.get(module, set())
     if leaf in is_before or (is_before and place < first):
-      of_leaf[leaf] = [0]
+      by_leaf[leaf] = [0]
     elif len(own) == 1 and module not in outer:
-      of_leaf[leaf] = [min(own)]
+      by_leaf[leaf] = [min(own)]
     else:
       begun = [row for row in begins if row[0] < place] or begins[:1] or [(0, 0, 0)]
       _, begin, end = max(begun)
-      of_leaf[leaf] = [begin if leaf in shared else end]
-  return Blocks(of_leaf, max(count, 1), origin)
+      by_leaf[leaf] = [begin if leaf in shared else end]
+  return Blocks(by_leaf, max(count, 1), origin)
 
 
 def _modules_around(path: str) -> list[str]:

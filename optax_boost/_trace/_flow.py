@@ -44,14 +44,14 @@ class _Value(NamedTuple):
 
   Attributes:
     is_data: it is computed from data.
-    with_leaves: the leaves with which data were computed.
-    of_leaves: it is computed from these leaves, which have not met data.
+    met_leaves: the leaves with which data were computed.
+    unmet_leaves: it is computed from these leaves, which have not met data.
     is_penalty: it is a number that sums up params, as a weight decay does.
   """
 
   is_data: bool = False
-  with_leaves: int = 0
-  of_leaves: int = 0
+  met_leaves: int = 0
+  unmet_leaves: int = 0
   is_penalty: bool = False
 
 
@@ -63,7 +63,7 @@ def trace_flow(program: Any, num_leaves: int, data: Sequence[bool | None]) -> Fl
   for definition in DataKind:
     analysis = _FlowAnalysis(definition)
     others = program.jaxpr.invars[num_leaves:]
-    arguments = [_Value(of_leaves=1 << leaf) for leaf in range(num_leaves)]
+    arguments = [_Value(unmet_leaves=1 << leaf) for leaf in range(num_leaves)]
     arguments += [
       _Value(is_data=kind is not None and kind <= definition)
       for kind in map(_layer_axes.data_kind, [v.aval for v in others], data)
@@ -75,9 +75,9 @@ def trace_flow(program: Any, num_leaves: int, data: Sequence[bool | None]) -> Fl
   def sets(upstream: dict[int, int]) -> tuple[frozenset[int], ...]:
     return tuple(_leaves_in(upstream.get(leaf, 0)) for leaf in range(num_leaves))
 
-  of_loops = (_leaves_in(leaves) for leaves in dict.fromkeys(analysis.loops))
+  loop_leaves = (_leaves_in(leaves) for leaves in dict.fromkeys(analysis.loops))
   ever = sets(analysis.ever_upstream)
-  recurrent = tuple(leaves for leaves in of_loops if any(leaf in ever[leaf] for leaf in leaves))
+  recurrent = tuple(leaves for leaves in loop_leaves if any(leaf in ever[leaf] for leaf in leaves))
   return Flow(sets(analysis.upstream), ever, recurrent)
 
 
@@ -102,9 +102,9 @@ class _FlowAnalysis(_jaxpr.Interpreter[_Value]):
   def join(self, values: Sequence[_Value]) -> _Value:
     return _Value(
       any(v.is_data for v in values),
-      _unite(v.with_leaves for v in values),
-      _unite(v.of_leaves for v in values),
-      all(v.is_penalty or not v.of_leaves for v in values) and any(v.is_penalty for v in values),
+      _unite(v.met_leaves for v in values),
+      _unite(v.unmet_leaves for v in values),
+      all(v.is_penalty or not v.unmet_leaves for v in values) and any(v.is_penalty for v in values),
     )
 
   def operation(self, equation: Any, inputs: list[_Value]) -> Sequence[_Value]:
@@ -113,37 +113,37 @@ class _FlowAnalysis(_jaxpr.Interpreter[_Value]):
     is_data = any(v.is_data for v in inputs)
     if equation.primitive.name == "random_wrap":
       is_data = is_data and self._definition >= DataKind.NOISE
-    of_leaves = _unite(v.of_leaves for v in inputs)
+    unmet_leaves = _unite(v.unmet_leaves for v in inputs)
     if not is_data:
       is_summed = any(
-        v.is_penalty or (v.of_leaves and atom.aval.shape)
+        v.is_penalty or (v.unmet_leaves and atom.aval.shape)
         for v, atom in zip(inputs, equation.invars, strict=True)
       )
       return [
-        _Value(of_leaves=of_leaves, is_penalty=bool(is_summed and not variable.aval.shape))
+        _Value(unmet_leaves=unmet_leaves, is_penalty=bool(is_summed and not variable.aval.shape))
         for variable in equation.outvars
       ]
-    with_leaves = _unite(v.with_leaves for v in inputs)
-    meeting = _unite(v.of_leaves for v in inputs if not v.is_penalty)
-    self._note(meeting, with_leaves)
-    return [_Value(True, with_leaves | meeting)] * len(equation.outvars)
+    met_leaves = _unite(v.met_leaves for v in inputs)
+    meeting = _unite(v.unmet_leaves for v in inputs if not v.is_penalty)
+    self._note(meeting, met_leaves)
+    return [_Value(True, met_leaves | meeting)] * len(equation.outvars)
 
   def loop(self, equation: Any, body: Any, inputs: list[_Value], carry: slice) -> Sequence[_Value]:
     met, self._met = self._met, 0
     outputs = self.settle(lambda values: self.run(body, values), inputs, carry)
-    shared = self._met & _unite(v.of_leaves for v in inputs[: carry.start])
+    shared = self._met & _unite(v.unmet_leaves for v in inputs[: carry.start])
     if shared:
       self.loops.append(shared)
     self._met |= met
     return outputs
 
-  def _note(self, meeting: int, with_leaves: int) -> None:
+  def _note(self, meeting: int, met_leaves: int) -> None:
     """Notes that some leaves meet data that were computed with others."""
     leaves = _leaves_in(meeting)
     self.num_meetings += any(leaf not in self.upstream for leaf in leaves)
     for leaf in leaves:
-      self.upstream.setdefault(leaf, with_leaves)
-      self.ever_upstream[leaf] = self.ever_upstream.get(leaf, 0) | with_leaves
+      self.upstream.setdefault(leaf, met_leaves)
+      self.ever_upstream[leaf] = self.ever_upstream.get(leaf, 0) | met_leaves
     self._met |= meeting
 
 

@@ -249,12 +249,12 @@ def _groups_of_blocks(
     )
   group: dict[int, list[int]] = {
     leaf: [block * num_groups // blocks.num_blocks for block in numbers]
-    for leaf, numbers in blocks.of_leaf.items()
+    for leaf, numbers in blocks.by_leaf.items()
   }
   group |= {leaf: [num_groups - 1] for leaf in unused}
   for leaf, number in _overridden(leaves, overrides, num_groups).items():
     group[leaf] = [number]
-  reused = _blocks.reused(model, blocks.of_leaf)
+  reused = _blocks.reused(model, blocks.by_leaf)
   axes = {leaf: axis for scan in model.scans for leaf, axis in scan.axes}
   entries: list[list[str | LayerSlice]] = [[] for _ in range(num_groups)]
   sizes = [0] * num_groups
@@ -334,10 +334,10 @@ def group_numbers(tree: Any, groups: Groups, method: str) -> list[GroupNumber]:
   if not isinstance(groups, LayerGroups):
     group_of_pattern = [(pattern, number) for number, pattern in enumerate(groups)]
     paths = [leaf.path for leaf in leaves]
-    of_leaves = _patterns.assign_groups(
+    numbers = _patterns.assign_groups(
       "groups", group_of_pattern, paths, _NO_CATCH_ALL, tree=tree, hint=_layers_hint
     )
-    return [len(groups) - 1 if number is None else number for number in of_leaves]
+    return [len(groups) - 1 if number is None else number for number in numbers]
   whole: dict[str, int] = {}
   sliced: dict[str, _SlicedLeaf] = {}
   for number, entries in enumerate(groups.groups):

@@ -281,7 +281,7 @@ class LeafUses(_jaxpr.Interpreter[Value]):
     lengths = list(map(len, noted))
 
     def one_round(inputs: list[Value]) -> list[Value]:
-      # Of the last round alone.
+      # Keep the notes of the last round only.
       for notes, length in zip(noted, lengths, strict=True):
         del notes[length:]
       return self.run(body, inputs)
@@ -297,9 +297,9 @@ class LeafUses(_jaxpr.Interpreter[Value]):
       start = len(self._uses)
       results.append(self.run(branch, inputs))
       # A leaf of two branches is used once.
-      of_branch = [[use for use in uses if use.leaf not in noted] for uses in self._uses[start:]]
-      self._uses[start:] = of_branch
-      noted |= {use.leaf for uses in of_branch for use in uses}
+      branch_uses = [[use for use in uses if use.leaf not in noted] for uses in self._uses[start:]]
+      self._uses[start:] = branch_uses
+      noted |= {use.leaf for uses in branch_uses for use in uses}
     return list(map(self.join, zip(*results, strict=True)))
 
   def _is_data(self, kind: DataKind | None) -> bool:

@@ -101,8 +101,8 @@ def _gather(
   dims = list(map(_axis_map.no_axis, shape))
   for out, i in zip(numbers.offset_dims, kept, strict=True):
     dims[out] = _axis_map.no_axis(shape[out]) if i in sliced else axis_map.dims[i]
-  of_batch = axis_map.slice_along(batched, by_data=False)
-  return of_batch.slice_along(sliced, by_data)._replace(dims=tuple(dims))
+  batched_map = axis_map.slice_along(batched, by_data=False)
+  return batched_map.slice_along(sliced, by_data)._replace(dims=tuple(dims))
 
 
 def _transpose(
@@ -173,11 +173,11 @@ def _convolution(equation: Any) -> Product:
   numbers = equation.params["dimension_numbers"]
   rows, inputs, *_ = numbers.lhs_spec
   outputs, features, *window = numbers.rhs_spec
-  of_result = {numbers.out_spec[0]: ((0, rows),), numbers.out_spec[1]: ((1, outputs),)}
+  sources = {numbers.out_spec[0]: ((0, rows),), numbers.out_spec[1]: ((1, outputs),)}
   return Product(
     contracted=((inputs,), (features, *window)),
     batch=((), ()),
-    sources=tuple(of_result.get(i, ()) for i in range(len(numbers.out_spec))),
+    sources=tuple(sources.get(i, ()) for i in range(len(numbers.out_spec))),
     window=tuple(window),
     groups=equation.params["feature_group_count"],
   )
@@ -189,13 +189,13 @@ def _product_rule(product: Callable[[Any], Product]) -> Rule:
   ) -> AxisMap | None:
     if operand > 1:
       return None
-    of_equation = product(equation)
+    dimensions = product(equation)
     dims = list(map(_axis_map.no_axis, shape))
-    for out, sources in enumerate(of_equation.sources):
+    for out, sources in enumerate(dimensions.sources):
       for source, dim in sources:
         if source == operand:
           dims[out] = axis_map.dims[dim]
-    contracted = axis_map.contracted | axis_map.axes(of_equation.contracted[operand])
+    contracted = axis_map.contracted | axis_map.axes(dimensions.contracted[operand])
     return axis_map._replace(dims=tuple(dims), contracted=contracted)
 
   return Rule(move, product=product)
