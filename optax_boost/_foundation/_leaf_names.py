@@ -3,8 +3,27 @@
 import re
 
 _BIAS_OR_NORM = re.compile(r"(^|[/.])(bias|scale|beta|gamma)$")
+_EMBEDDING = re.compile(r"(^|[/.])[a-z_]*(embedding([/.]weight)?|embeddings|embeds?)$")
+_KERNEL = re.compile(r"(^|[/.])([a-z_]*kernel|[a-z_]*weight|w)$")
+# Flax's attention: of [features, heads, head features] only the first axis is fan-in.
+_ATTENTION_INPUT = re.compile(r"(^|[/.])(query|key|value)[/.]kernel$")
 
 
 def is_bias_or_norm(path: str) -> bool:
-  """Whether a leaf has the name of a bias or a normalization in Flax or MXNet."""
+  """Whether a leaf has the name of a bias, or of a scale or offset of a normalization."""
   return _BIAS_OR_NORM.search(path) is not None
+
+
+def is_embedding(path: str) -> bool:
+  """Whether a leaf has the name of an embedding."""
+  return _EMBEDDING.search(path) is not None
+
+
+def is_kernel(path: str) -> bool:
+  """Whether a leaf has the name of a kernel."""
+  return _KERNEL.search(path) is not None
+
+
+def is_attention_input(path: str) -> bool:
+  """Whether a leaf has the name of a query, key or value kernel of Flax's attention."""
+  return _ATTENTION_INPUT.search(path) is not None

@@ -13,7 +13,7 @@ from optax_boost._form import _compositions
 from optax_boost._foundation import _checks, _mesh_axes, _tree_checks, _warnings
 from optax_boost._levels import _config, _first_windows, _levels, _method_settings
 from optax_boost._methods import _centralization, _less_bn
-from optax_boost._trace import _layer_axes, _layer_groups
+from optax_boost._trace import _layer_axes, _layer_groups, _losses
 from optax_boost._wrappers import _accumulation, _average_params, _freezing
 
 
@@ -201,9 +201,9 @@ class AutoBoost:
     centralizes = _levels.CENTRALIZE in on or on.get("less_bn", {}).get("gc_flag", False)
     layers: Any = None
     program: Any = None
-    flags = _layer_axes.data_flags(loss, args) if has_loss else []
+    flags = _losses.data_flags(loss, args) if has_loss else []
     if has_loss and (centralizes or freezing or "adasum" in on):
-      program = _layer_axes.trace(loss, params, args)
+      program = _losses.trace(loss, params, args)
       layers = _layer_axes.describe(program, params, flags)
     # From the inside out. A new method joins here and in `_levels`.
     if centralizes:

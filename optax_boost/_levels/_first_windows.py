@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from optax_boost import _sequences
 from optax_boost._foundation import _paths
-from optax_boost._trace import _layer_axes
+from optax_boost._trace import _losses
 
 
 class _Result(NamedTuple):
@@ -44,7 +44,7 @@ def check_first_windows(
   model state. Indices that are out of bounds in windows alone are an error if positions that begin
   at 0 in each window mend it.
   """
-  number = int(_layer_axes.is_stateful(loss_fn))
+  number = int(_losses.is_stateful(loss_fn))
   leaves = jax.tree.leaves((params, args))
   if len(args) <= number or any(
     isinstance(leaf, jax.core.Tracer | jax.ShapeDtypeStruct) for leaf in leaves

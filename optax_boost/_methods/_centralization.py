@@ -147,7 +147,7 @@ def _left_alone(leaves: list[_layer_axes.Leaf], layout: str) -> list[bool]:
     if (
       len(leaf.shape) <= 1
       or _leaf_names.is_bias_or_norm(leaf.path)
-      or _layer_axes.is_embedding(leaf.path)
+      or _leaf_names.is_embedding(leaf.path)
     ):
       return False
     return len(leaf.shape) == 2 or leaf.shape[input_axis] != 1

@@ -30,8 +30,8 @@ An example. The loss scans over two layers, whose kernels are one leaf, and has 
 
 *From the loss to its jaxpr.* The leaves are the first arguments of the program:
 
->>> from optax_boost._trace import _layer_axes
->>> program = _layer_axes.trace(loss_fn, params, (jnp.ones((4, 8)),))
+>>> from optax_boost._trace import _losses
+>>> program = _losses.trace(loss_fn, params, (jnp.ones((4, 8)),))
 >>> [str(variable.aval) for variable in program.jaxpr.invars]
 ['float32[8,3]', 'float32[2,8,8]', 'float32[4,8]']
 >>> [equation.primitive.name for equation in program.jaxpr.eqns]
@@ -74,6 +74,7 @@ dimensions. The body of the scan gets one slice of ``hidden`` after the other:
 
 *From uses to axes.* The first use that tells them decides on the axes of a leaf:
 
+>>> from optax_boost._trace import _layer_axes
 >>> described = _layer_axes.layer_axes(loss_fn, params, jnp.ones((4, 8)))
 >>> print(described)
 head: fan-in (0,), outputs (1,)
@@ -98,12 +99,15 @@ The modules, each of which imports those before it:
   _jaxpr          an interpreter of jaxprs that enters scans, conditionals and calls; analyses are
                   its subclasses
   _axis_map       axis maps
+  _losses         traces of loss functions, and which of their arguments are data
   _primitives     ``RULES``: how each primitive moves axis maps. A primitive without a rule hides
                   the axes of the leaves that go into it; methods name it in a warning
   _leaf_uses      the interpreter that finds uses, and scans over layers
   _layer_axes     ``layer_axes``: what the uses tell of each leaf
   _flow           which leaves the data were computed with that a leaf meets
-  _blocks         blocks: the outermost series of modules or steps, or what patterns select
+  _model          the leaves of a traced loss, their uses, and which follow which
+  _series         series of modules or of a scan's steps, found or selected by patterns
+  _blocks         blocks: the outermost series, the layers of a chain, or what patterns select
   _layer_groups   ``layer_groups``: groups of blocks, and the group of each leaf or layer
   _frozen_scans   evaluates a loss with frozen layers in its scans
 """

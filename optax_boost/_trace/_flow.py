@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from optax_boost._trace import _jaxpr, _layer_axes, _primitives
+from optax_boost._trace import _jaxpr, _leaf_uses, _primitives
 from optax_boost._trace._leaf_uses import DataKind
 
 
@@ -66,7 +66,7 @@ def trace_flow(program: Any, num_leaves: int, data: Sequence[bool | None]) -> Fl
     arguments = [_Value(unmet_leaves=1 << leaf) for leaf in range(num_leaves)]
     arguments += [
       _Value(is_data=kind is not None and kind <= definition)
-      for kind in map(_layer_axes.data_kind, [v.aval for v in others], data)
+      for kind in map(_leaf_uses.data_kind, [v.aval for v in others], data)
     ]
     analysis.run(program, arguments)
     if analysis.num_meetings > 1:

@@ -38,7 +38,7 @@ _Value = TypeVar("_Value")
 PLAIN_CALLS = ("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2")
 
 
-def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
+def uncached(function: Callable[..., Any]) -> Callable[..., Any]:
   """A function under a new identity, so that it is traced, and warns, as it is now.
 
   JAX would hand out an earlier trace, also where a function that this one calls was redefined

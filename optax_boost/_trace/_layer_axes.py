@@ -12,15 +12,14 @@ import dataclasses
 import functools
 import itertools
 import math
-import re
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from optax_boost._foundation import _batches, _checks, _leaf_names, _paths, _tree_checks
-from optax_boost._trace import _jaxpr, _leaf_uses
+from optax_boost._foundation import _leaf_names, _paths
+from optax_boost._trace import _leaf_uses, _losses
 from optax_boost._trace._leaf_uses import DataKind, UseKind
 
 
@@ -136,19 +135,13 @@ class Leaf(NamedTuple):
     return math.prod(self.stacked_shape)
 
 
-_EMBEDDING = re.compile(r"(^|[/.])[a-z_]*(embedding([/.]weight)?|embeddings|embeds?)$")
-_KERNEL = re.compile(r"(^|[/.])([a-z_]*kernel|[a-z_]*weight|w)$")
-# Flax's attention: of [features, heads, head features] only the first axis is fan-in.
-_ATTENTION_INPUT = re.compile(r"(^|[/.])(query|key|value)[/.]kernel$")
-
-
 def fan_in(leaf: Leaf, layout: str) -> tuple[int, ...]:
   """The axes of one output's incoming weights: as the loss tells, or by name and layout."""
   if leaf.axes is not None and leaf.axes.fan_in:
     return leaf.axes.fan_in
   if layout == "torch":
     return leaf.axes_of_layer[1:]
-  is_attention = len(leaf.axes_of_layer) == 3 and _ATTENTION_INPUT.search(leaf.path)
+  is_attention = len(leaf.axes_of_layer) == 3 and _leaf_names.is_attention_input(leaf.path)
   return leaf.axes_of_layer[: 1 if is_attention else -1]
 
 
@@ -206,40 +199,7 @@ def layer_axes(loss_fn: Callable[..., Any], params: optax.Params, *args: Any) ->
     head: fan-in (0,), outputs (1,)
     >>> tx = optax_boost.centralize(layers=layers)
   """
-  return describe(trace(loss_fn, params, args), params, data_flags(loss_fn, args))
-
-
-def trace(loss_fn: Callable[..., Any], params: optax.Params, args: tuple[Any, ...]) -> Any:
-  """The program of ``loss_fn(params, *args)``, after checks of the arguments."""
-  _checks.check_callable("loss_fn", loss_fn, "loss_fn(params, *args)")
-  for name, tree in (("params", params), ("args", args)):
-    _tree_checks.check_traceable(name, tree)
-  return jax.make_jaxpr(_jaxpr.untraced(loss_fn))(params, *args)
-
-
-def data_flags(loss_fn: Callable[..., Any], args: tuple[Any, ...]) -> list[bool | None]:
-  """True for each leaf of the arguments, None for the state of a loss that carries one."""
-  state, data = (args[:1], args[1:]) if is_stateful(loss_fn) else ((), args)
-  return [*[None] * len(jax.tree.leaves(state)), *batch_flags(data)]
-
-
-def batch_flags(data: Any) -> list[bool | None]:
-  """True for each leaf of a batch and of other data, None for the constants in it."""
-  flags: list[bool | None] = []
-  for node in jax.tree.leaves(data, is_leaf=_batches.is_constants):
-    flags += [None] * len(jax.tree.leaves(node)) if _batches.is_constants(node) else [True]
-  return flags
-
-
-def stateful(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
-  """Marks a loss of a Flax model, ``output, model_state = loss(params, model_state, *args)``."""
-  loss_fn.is_stateful = True  # type: ignore[attr-defined]
-  return loss_fn
-
-
-def is_stateful(loss_fn: Callable[..., Any]) -> bool:
-  """Whether a loss is marked by :func:`stateful`."""
-  return getattr(loss_fn, "is_stateful", False) is True
+  return describe(_losses.trace(loss_fn, params, args), params, _losses.data_flags(loss_fn, args))
 
 
 def describe(program: Any, params: Any, data: Sequence[bool | None] | None = None) -> LayerAxes:
@@ -253,13 +213,13 @@ def describe(program: Any, params: Any, data: Sequence[bool | None] | None = Non
   shapes = [variable.aval.shape for variable in program.jaxpr.invars]
   others = program.jaxpr.invars[len(paths) :]
   flags = [True] * len(others) if data is None else data
-  named = frozenset(leaf for leaf, path in enumerate(paths) if _KERNEL.search(path))
+  named = frozenset(leaf for leaf, path in enumerate(paths) if _leaf_names.is_kernel(path))
 
   def analyze(definition: DataKind) -> _leaf_uses.Findings:
     analysis = _leaf_uses.LeafUses(definition, named)
     arguments = [analysis.leaf(shape) for shape in shapes[: len(paths)]]
     arguments += [
-      analysis.argument(variable.aval.shape, data_kind(variable.aval, flag))
+      analysis.argument(variable.aval.shape, _leaf_uses.data_kind(variable.aval, flag))
       for variable, flag in zip(others, flags, strict=True)
     ]
     for loss in analysis.run(program, arguments)[:1]:
@@ -304,21 +264,6 @@ def _by_narrowest_definition(
   return max(found, key=lambda pair: pair[0])[1]
 
 
-def data_kind(aval: Any, flag: bool | None) -> DataKind | None:
-  """The kind of an argument of the loss; `flag` is True for data, None for constants."""
-  # Noise on the weights, drawn ahead of the forward pass, is not where they are used.
-  if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
-    return DataKind.NOISE
-  if flag is None:
-    return DataKind.CONSTANT if aval.size > 1 else None
-  return DataKind.ARRAY if aval.size > 1 else DataKind.SCALAR
-
-
-def is_embedding(path: str) -> bool:
-  """Whether a leaf has the name of an embedding."""
-  return _EMBEDDING.search(path) is not None
-
-
 def _count_equations(findings: _leaf_uses.Findings) -> int:
   """In how many equations leaves meet data for the first time, outside of penalties."""
   first: dict[int, int] = {}
@@ -345,7 +290,7 @@ def _axes(
   """The axes of a leaf, by its first use that tells them; a bias has no fan-in."""
   is_bias = _leaf_names.is_bias_or_norm(path)
   # Tables of positions are no kernels, though constants may resize them.
-  is_table = rank == 1 or is_embedding(path)
+  is_table = rank == 1 or _leaf_names.is_embedding(path)
   # Rows of a tied embedding are looked up, and contracted where it is the last layer.
   telling = [kind for kind in UseKind if kind not in (UseKind.PENALTY, UseKind.UNCLEAR)]
   if is_expert:

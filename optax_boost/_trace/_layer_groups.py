@@ -17,7 +17,7 @@ import numpy as np
 import optax
 
 from optax_boost._foundation import _checks, _paths, _patterns, _trees
-from optax_boost._trace import _blocks, _flow, _layer_axes
+from optax_boost._trace import _blocks, _flow, _layer_axes, _losses, _model
 
 
 class LayerSlice(NamedTuple):
@@ -174,8 +174,8 @@ def layer_groups(
     _checks.check_whole_number("num_groups", num_groups, static=True)
     num_groups = int(num_groups)
   patterns = None if blocks is None else _blocks.check_patterns(blocks)
-  program = _layer_axes.trace(loss_fn, params, args)
-  data = _layer_axes.data_flags(loss_fn, args)
+  program = _losses.trace(loss_fn, params, args)
+  data = _losses.data_flags(loss_fn, args)
   described = _layer_axes.describe(program, params, data)
   model = _model_of(program, data, described, params)
   try:
@@ -214,13 +214,13 @@ def _model_of(
   data: Sequence[bool | None],
   described: _layer_axes.LayerAxes,
   params: optax.Params,
-) -> _blocks.Model:
+) -> _model.Model:
   """The leaves of a traced loss and their uses; `data` flags its arguments after the params."""
   leaves = _layer_axes.leaves_of(params, described)
   # A dot in a key separates modules, too, as in the flat names of PyTorch: `h.0.attn.weight`.
   in_modules = [leaf._replace(path=leaf.path.replace(".", "/")) for leaf in leaves]
   flow = _flow.trace_flow(program, len(leaves), data)
-  model = _blocks.Model(in_modules, list(described.uses), described.scans, flow)
+  model = _model.Model(in_modules, list(described.uses), described.scans, flow)
   if not model.order:
     raise ValueError(
       f"`layer_groups` found no leaf among the {len(leaves)} of `params` that the loss uses. Pass"
@@ -230,7 +230,7 @@ def _model_of(
 
 
 def _groups_of_blocks(
-  model: _blocks.Model,
+  model: _model.Model,
   blocks: _blocks.Blocks,
   params: optax.Params,
   num_groups: int | None,

@@ -22,6 +22,8 @@ from collections.abc import Iterable, Sequence
 import enum
 from typing import Any, NamedTuple, TypeAlias
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from optax_boost._trace import _axis_map, _jaxpr, _primitives
@@ -38,6 +40,16 @@ class DataKind(enum.IntEnum):
   SCALAR = 1
   CONSTANT = 2
   NOISE = 3
+
+
+def data_kind(aval: Any, flag: bool | None) -> DataKind | None:
+  """The kind of an argument of the loss; `flag` is True for data, None for constants."""
+  # Noise on the weights, drawn ahead of the forward pass, is not where they are used.
+  if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
+    return DataKind.NOISE
+  if flag is None:
+    return DataKind.CONSTANT if aval.size > 1 else None
+  return DataKind.ARRAY if aval.size > 1 else DataKind.SCALAR
 
 
 class UseKind(enum.Enum):

@@ -33,7 +33,7 @@ from optax_boost._form import (
   _state_check,
 )
 from optax_boost._foundation import _checks, _types, _warnings
-from optax_boost._trace import _layer_axes
+from optax_boost._trace import _layer_axes, _losses
 from optax_boost._train_step import (
   _frozen_statistics,
   _loss_output,
@@ -84,7 +84,7 @@ class Program:
     """The loss, and the new statistics with aux."""
     statistics = (model_state,) if self.has_model_state else ()
     output = self.loss_fn(params, *statistics, batch, *rngs)
-    if _layer_axes.is_stateful(self.loss_fn):
+    if _losses.is_stateful(self.loss_fn):
       output, model_state = output
       loss, (_, aux) = _loss_output.split_output(output, self.has_aux, False)
       return loss, (model_state, aux)

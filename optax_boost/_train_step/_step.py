@@ -11,7 +11,7 @@ import optax
 
 from optax_boost._form import _protocol
 from optax_boost._foundation import _checks, _full_gradient, _paths, _tree_checks, _types
-from optax_boost._trace import _layer_axes
+from optax_boost._trace import _losses
 from optax_boost._train_step import _frozen_depth, _program, _state_placement, _train_state
 
 
@@ -277,7 +277,7 @@ def make_train_step(
       "`weight` must be a function of the batch, or the name of an entry of the loss's aux, with"
       f" has_aux=True; got {_checks.shorten(weight)}."
     )
-  options["has_model_state"] |= _layer_axes.is_stateful(loss_fn)
+  options["has_model_state"] |= _losses.is_stateful(loss_fn)
   full_grad_fn, data = _bound_arrays(full_grad_fn)
   return TrainStep(_program.Program(loss_fn, tx, full_grad_fn, data, **options), donate)
 

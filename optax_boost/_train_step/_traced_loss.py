@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import optax
 
-from optax_boost._foundation import _types
+from optax_boost._foundation import _batches, _types
 from optax_boost._trace import _frozen_scans, _jaxpr, _layer_axes, _leaf_uses
 
 
@@ -47,7 +47,7 @@ class TracedLoss:
     model_state, *data = self._arguments
     state_flags = [None] * len(jax.tree.leaves(model_state))
     return _layer_axes.describe(
-      self.program, self._params, [*state_flags, *_layer_axes.batch_flags(data)]
+      self.program, self._params, [*state_flags, *_batches.data_flags(data)]
     )
 
   def statistics_axes(self) -> dict[int, int]:
@@ -62,7 +62,7 @@ class TracedLoss:
     types = jax.tree.map(jax.typeof, params)
     signature = (jax.tree.structure(types), *jax.tree.leaves(types))
     if signature not in self._programs:
-      trace = jax.make_jaxpr(_jaxpr.untraced(self._loss_fn), return_shape=True)
+      trace = jax.make_jaxpr(_jaxpr.uncached(self._loss_fn), return_shape=True)
       program, shapes = trace(params, *self._arguments)
       self._programs[signature] = program, jax.tree.structure(shapes)
     return self._programs[signature]

@@ -7,7 +7,7 @@ from flax import linen as nn
 import jax
 
 from optax_boost._foundation import _checks, _types
-from optax_boost._trace import _layer_axes
+from optax_boost._trace import _losses
 from optax_boost.linen import _module
 
 
@@ -87,4 +87,4 @@ def split_loss(
     output = loss_fn(model, batch)
     return output, model.collections
 
-  return _layer_axes.stateful(loss), *_module.split_variables(variables)
+  return _losses.stateful(loss), *_module.split_variables(variables)

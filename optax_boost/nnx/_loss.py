@@ -7,7 +7,7 @@ import jax
 
 from optax_boost import _train_step
 from optax_boost._foundation import _checks, _paths, _tree_checks, _types
-from optax_boost._trace import _layer_axes
+from optax_boost._trace import _layer_axes, _losses
 from optax_boost.nnx import _batch, _model
 
 # Seeds the masks of a full pass. They differ from pass to pass all the same: the key only moves the
@@ -105,7 +105,7 @@ def pure_loss(
       _check_others(model_state, new_state)
     return output, _train_step.with_written_params(new_state, params, after)
 
-  return _layer_axes.stateful(loss)
+  return _losses.stateful(loss)
 
 
 def _check_trained(before: _types.Params, after: _types.Params) -> None:
