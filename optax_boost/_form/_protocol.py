@@ -1,29 +1,28 @@
-"""How a method speaks to the train step: through fields of its own state's type.
+"""What the class of a state declares, for the train step and for transformations around it.
 
-The class of a method's state may declare tuples of names:
+The class of a method's state may declare tuples of field names:
 
   metrics   fields that the train step reports: ``("trust_ratio", "lars/notfinite_count")``. A name
             is the field's, or ends in it after a slash, so that no two methods share a name.
-  requests  fields by which the state asks something of the loss: ``("loss_scale",)``
-  outcome   the field that tells whether the last call made a step, ``("made",)``
-  skips     fields that count the calls whose batch it left out: ``("notfinite_count",)``
-  exact     fields with the exact params after the step, to which its updates lead; a leaf that is
-            not the method's is ``optax.MaskedNode()``
-  exact_if  fields with a scalar bool, if not every step leads to the exact params
+  requests  fields by which the state requests something of the loss: ``("loss_scale",)``
+  outcome   the field that tells whether the last call made a step: ``("made",)``
+  skips     fields that count the calls that left their batch out: ``("notfinite_count",)``
+  exact     fields that hold the exact params after the step, to which the updates lead; a leaf that
+            the method does not change is ``optax.MaskedNode()``
+  exact_if  fields with a scalar bool; the fields in `exact` count only if all of them are True
 
-The train step knows four requests and no method:
+The train step knows four requests and no method by name:
 
   loss_scale        scalar float32; the loss is multiplied by it before it is differentiated
-  frozen_groups     scalar int32; the backward pass of that many groups is not computed. A field
-                    `frozen_for`, scalar int32, says for how many steps, at least, it stays
+  frozen_groups     scalar int32; the backward pass of that many groups is not computed. The field
+                    `frozen_for`, scalar int32, says for how many steps, at least, the number stays
   full_gradient     the mean gradient over all of the data, which ``TrainStep.refresh`` hands to
                     the state's method ``with_full_gradient(params, full_gradient)``
-  weight_sum        sum of the extra arguments `weight`, the sizes of micro-batches
+  weight_sum        the sum of the extra arguments `weight`, the sizes of micro-batches
 
-Declarations belong to types, so a param may bear any name. Which leaf is in which group is static
-and can't be in the state, which holds arrays: the transformation's form holds it
-(:mod:`optax_boost._form._transformation`). The field `hidden` of a state names the leaves that
-``optax.masked`` hides from its method.
+A class declares, not an array, so params may have any names. The field `hidden` of a state names
+the leaves that ``optax.masked`` hides from its method. The groups of leaves are static, so no state
+can hold them: the form of the transformation does (:mod:`optax_boost._form._form`).
 """
 
 import collections
@@ -34,25 +33,28 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import optax
 
-from optax_boost._foundation import _checks, _masks, _paths, _types
+from optax_boost._foundation import _checks, _masks, _paths, _trees, _types
 
 LOSS_SCALE = "loss_scale"
 FROZEN_GROUPS = "frozen_groups"
 FULL_GRADIENT = "full_gradient"
 WEIGHT_SUM = "weight_sum"
 
+_KINDS = ("metrics", "requests", "outcome", "skips", "exact", "exact_if")
+
 _State = TypeVar("_State")
 
 
 def declares(**declarations: tuple[str, ...]) -> Callable[[type[_State]], type[_State]]:
-  """Declares ``metrics=(...)`` and the like of a state's class.
+  """Adds declarations such as ``metrics=("trust_ratio",)`` to the class of a state.
 
-  The same as ``metrics = (...)`` in the body of the class, which mypy refuses in a NamedTuple.
+  The statement ``metrics = ("trust_ratio",)`` in the class would do the same, but mypy refuses it
+  in a NamedTuple.
   """
 
   def declare(state_type: type[_State]) -> type[_State]:
     for kind, names in declarations.items():
-      for name in names if kind in _FIELDS else ():
+      for name in names:
         _field(state_type, state_type, name.rpartition("/")[2], kind)
       setattr(state_type, kind, names)
     return state_type
@@ -60,69 +62,37 @@ def declares(**declarations: tuple[str, ...]) -> Callable[[type[_State]], type[_
   return declare
 
 
-# The declarations that name fields, and all.
-_FIELDS = ("metrics", "requests", "outcome", "skips", "exact", "exact_if")
-_KINDS = _FIELDS
-
-
 @functools.cache
-def _names(state_type: Any, kind: str) -> tuple[str, ...]:
+def _declared_names(state_type: type, kind: str) -> tuple[str, ...]:
   names: Any = getattr(state_type, kind, None)
-  # A field may be called `metrics`, too: its descriptor is not a tuple.
+  # A class may have a field `metrics`, too, which is a descriptor and not a tuple.
   is_declaration = isinstance(names, tuple) and all(isinstance(name, str) for name in names)
   return names if is_declaration else ()
 
 
-def _find_kinds(state_type: Any) -> tuple[str, ...]:
-  return tuple(kind for kind in _KINDS if _names(state_type, kind))
+def _find_kinds(state_type: type) -> tuple[str, ...]:
+  return tuple(kind for kind in _KINDS if _declared_names(state_type, kind))
 
 
-# From the type of a node to the kinds of its declarations: none for most nodes of a state.
-_kinds: Callable[[Any], tuple[str, ...]] = functools.cache(_find_kinds)
+# From the class of a node to the kinds that it declares; most nodes of a state declare nothing.
+_declared_kinds: Callable[[type], tuple[str, ...]] = functools.cache(_find_kinds)
 
 
 def declared(state: _types.Tree, kind: str) -> tuple[str, ...]:
   """The names that the class of a state declares; `kind` is ``"metrics"``, ``"requests"``, ..."""
   state_type: Any = type(state)
-  names = _names(state_type, kind)
+  names = _declared_names(state_type, kind)
   if not names:
     return ()
-  # Moments may be instances of a user's model class that has an attribute `metrics`; those are no
-  # states.
+  # Moments may be instances of a user's model class with an attribute `metrics`. They are no
+  # states, and they lack the fields.
   fields = (hasattr(state, name.rpartition("/")[2]) for name in names)
-  is_state = isinstance(state, tuple) or (kind in _FIELDS and all(fields))
-  return names if is_state else ()
-
-
-# The children of a node and its static data; None for a leaf.
-flatten_node = jax.tree_util.default_registry.flatten_one_level
-
-
-def _nodes_with_indices(tree: _types.Tree) -> list[tuple[tuple[int, ...], Any]]:
-  """All nodes and leaves of a tree, each after those inside it, with the indices that lead to it.
-
-  An index is of a child among its parent's children.
-  """
-  outside_in: list[tuple[tuple[int, ...], Any]] = []
-  pending: list[tuple[tuple[int, ...], Any]] = [((), tree)]
-  # A loop, not a tree map: an optimizer state has thousands of nodes, and few declare anything.
-  while pending:
-    indices, node = pending.pop()
-    outside_in.append((indices, node))
-    flat = flatten_node(node)
-    for i, child in enumerate(flat[0] if flat is not None else ()):
-      pending.append(((*indices, i), child))
-  return outside_in[::-1]
-
-
-def nodes(tree: _types.Tree) -> list[Any]:
-  """All nodes and leaves of a tree, each after those inside it."""
-  return [node for _, node in _nodes_with_indices(tree)]
+  return names if isinstance(state, tuple) or all(fields) else ()
 
 
 def declaring_states(opt_state: optax.OptState, kind: str) -> list[Any]:
-  """The states that declare something, each after those inside it."""
-  candidates = [node for node in nodes(opt_state) if kind in _kinds(type(node))]
+  """The states in an optimizer state that declare a kind, each after those inside it."""
+  candidates = [node for node in _trees.nodes(opt_state) if kind in _declared_kinds(type(node))]
   return [node for node in candidates if declared(node, kind)]
 
 
@@ -139,25 +109,19 @@ def read_metrics(opt_state: optax.OptState) -> _types.Metrics:
   return metrics
 
 
-def unseen_by_scale(opt_state: optax.OptState, tree: _types.Tree) -> list[Any]:
-  """The leaves of a tree that no loss scale in an optimizer state sees.
-
-  A loss scale must see each overflow of the others, or it would never shrink.
-  """
-  asking = _asking(opt_state, LOSS_SCALE)
-  seen = [seen_leaves(state, tree) for state in asking]
-  leaves = jax.tree.leaves(tree)
-  return [leaf for i, leaf in enumerate(leaves) if not any(flags[i] for flags in seen)]
+def _requesting_states(opt_state: optax.OptState, request: str) -> list[Any]:
+  states = declaring_states(opt_state, "requests")
+  return [state for state in states if request in declared(state, "requests")]
 
 
 def is_requested(opt_state: optax.OptState, request: str) -> bool:
   """Whether any state makes a request."""
-  return bool(_asking(opt_state, request))
+  return bool(_requesting_states(opt_state, request))
 
 
-def state_asking(opt_state: optax.OptState, request: str) -> Any:
-  """The state that makes a request, None if there is none; ValueError for several."""
-  states = _asking(opt_state, request)
+def requesting_state(opt_state: optax.OptState, request: str) -> Any:
+  """The state that makes a request, or None; raises ValueError if several states make it."""
+  states = _requesting_states(opt_state, request)
   if len(states) > 1:
     types = ", ".join(type(state).__name__ for state in states)
     raise ValueError(
@@ -170,37 +134,42 @@ def state_asking(opt_state: optax.OptState, request: str) -> Any:
   return states[0]
 
 
-def path_to(tree: _types.Tree, node: Any) -> tuple[int, ...]:
-  """The indices of children that lead to a node of a tree, by :func:`flatten_node`."""
-  return next(indices for indices, found in _nodes_with_indices(tree) if found is node)
+def unseen_by_scale(opt_state: optax.OptState, tree: _types.Tree) -> list[jax.Array]:
+  """The leaves of a tree that no loss scale in an optimizer state sees.
+
+  A wrapper may act on overflows in these leaves only: a loss scale that does not see an overflow
+  does not shrink.
+  """
+  seen = [seen_leaves(state, tree) for state in _requesting_states(opt_state, LOSS_SCALE)]
+  leaves = jax.tree.leaves(tree)
+  return [leaf for i, leaf in enumerate(leaves) if not any(flags[i] for flags in seen)]
 
 
 def renew_full_gradients(
   opt_state: optax.OptState, params: optax.Params, full_gradient: optax.Updates
 ) -> optax.OptState:
-  """Hands the mean gradient over all of the data to every state that asks; ValueError: none."""
-  if not _asking(opt_state, FULL_GRADIENT):
+  """Hands the mean gradient over all of the data to every state that requests it.
+
+  Raises ValueError if no state does.
+  """
+  if not is_requested(opt_state, FULL_GRADIENT):
     raise ValueError(
       "`refresh` needs an optimizer state that asks for the full gradient, such as the state of"
       f" `optax_boost.svrg` does; got {_checks.shorten(jax.tree.structure(opt_state), 400)}."
     )
 
-  def asks(node: _types.Tree) -> bool:
+  def requests_it(node: _types.Tree) -> bool:
     return FULL_GRADIENT in declared(node, "requests")
 
   return jax.tree.map(
-    lambda node: node.with_full_gradient(params, full_gradient) if asks(node) else node,
+    lambda node: node.with_full_gradient(params, full_gradient) if requests_it(node) else node,
     opt_state,
-    is_leaf=asks,
+    is_leaf=requests_it,
   )
 
 
-def _asking(opt_state: optax.OptState, request: str) -> list[Any]:
-  states = declaring_states(opt_state, "requests")
-  return [state for state in states if request in declared(state, "requests")]
-
-
 def _field(state: _types.Tree, state_type: type, field: str, kind: str) -> Any:
+  """The field of a state or of its class; raises TypeError if there is none."""
   if not hasattr(state, field):
     raise TypeError(
       f"`{state_type.__name__}` declares `{field}` in its `{kind}`, but has no such field. Its"
@@ -210,20 +179,24 @@ def _field(state: _types.Tree, state_type: type, field: str, kind: str) -> Any:
 
 
 class GroupAssignment(NamedTuple):
-  """Which leaf is in which group."""
+  """The group of each leaf, for the request `frozen_groups`.
 
-  # From a tree to its leaves' groups, in its structure; of layers in several groups an array that
-  # broadcasts against the leaf.
+  Attributes:
+    number: from a tree to the tree of its leaves' groups. If a leaf holds layers of several groups,
+      its entry is an array of groups that broadcasts against the leaf.
+    num_groups: how many groups there are.
+  """
+
   number: Callable[[_types.Tree], _types.Tree]
   num_groups: int
 
 
 def hidden_leaves(params: optax.Params) -> dict[str, optax.MaskedNode]:
-  """The field `hidden` of a state: paths that ``optax.masked`` hides from the method, no arrays."""
+  """The field `hidden` of a state: the paths that ``optax.masked`` hides. It holds no arrays."""
   return dict.fromkeys(_masks.masked_paths(params), optax.MaskedNode())
 
 
-def seen_leaves(state: _types.Tree, tree: _types.Tree) -> list[bool]:
-  """Whether the method of a state sees each leaf; ``optax.partition`` hides the others."""
+def seen_leaves(state: optax.OptState, tree: _types.Tree) -> list[bool]:
+  """Whether the method of a state sees each leaf, that is, ``optax.masked`` does not hide it."""
   hidden = [f"{path}/" for path in getattr(state, "hidden", ())]
   return [not f"{path}/".startswith(tuple(hidden)) for path in _paths.leaf_paths(tree)]

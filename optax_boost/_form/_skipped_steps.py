@@ -13,7 +13,7 @@ import numpy as np
 import optax
 
 from optax_boost._form import _protocol
-from optax_boost._foundation import _types
+from optax_boost._foundation import _trees, _types
 
 
 def made_step(before: optax.OptState, after: optax.OptState) -> Any:
@@ -64,7 +64,7 @@ def left_out(before: optax.OptState, after: optax.OptState) -> Any:
   def counting(state: optax.OptState) -> list[Any]:
     return [
       node
-      for node in _protocol.nodes(state)
+      for node in _trees.nodes(state)
       if isinstance(node, optax_states) or _protocol.declared(node, "skips")
     ]
 

@@ -18,7 +18,7 @@ The modules, each of which imports those before it:
   _patterns       regular expressions that match paths of leaves
   _selectors      arguments that select leaves: patterns, trees of bools, functions
   _path_mask      ``path_mask``: a mask that selects leaves by their path
-  _trees          maps over trees, states in an optimizer's state, once per tree
+  _trees          maps over trees, nodes of trees, functions that run once per tree
   _tree_checks    checks of gradients, params and states
   _extra_args     extra arguments of ``update``: gradients, functions of params
   _batches        arrays in a batch that are not examples

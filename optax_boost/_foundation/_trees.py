@@ -1,4 +1,4 @@
-"""Maps over trees, states inside of trees, and functions that run once for each tree."""
+"""Maps over trees, nodes of trees, and functions that run once for each tree."""
 
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeVar
@@ -36,6 +36,34 @@ def map_with(
   leaves, structure = jax.tree.flatten(tree)
   rows = zip(leaves, *columns, strict=True)
   return jax.tree.unflatten(structure, [function(*row) for row in rows])
+
+
+# From a node of a tree to its children and its static data; None for a leaf.
+flatten_node = jax.tree_util.default_registry.flatten_one_level
+
+
+def _indexed_nodes(tree: _types.Tree) -> list[tuple[tuple[int, ...], Any]]:
+  """All nodes and leaves, each after those inside it, with the child indices that lead to it."""
+  outside_in: list[tuple[tuple[int, ...], Any]] = []
+  pending: list[tuple[tuple[int, ...], Any]] = [((), tree)]
+  # A loop is faster than a tree map: an optimizer state has thousands of nodes.
+  while pending:
+    indices, node = pending.pop()
+    outside_in.append((indices, node))
+    flat = flatten_node(node)
+    for i, child in enumerate(flat[0] if flat is not None else ()):
+      pending.append(((*indices, i), child))
+  return outside_in[::-1]
+
+
+def nodes(tree: _types.Tree) -> list[Any]:
+  """All nodes and leaves of a tree, each after those inside it."""
+  return [node for _, node in _indexed_nodes(tree)]
+
+
+def child_indices(tree: _types.Tree, node: _types.Tree) -> tuple[int, ...]:
+  """The indices of children by which :func:`flatten_node` leads from a tree to one of its nodes."""
+  return next(indices for indices, found in _indexed_nodes(tree) if found is node)
 
 
 def find_states(opt_state: _types.Tree, state_type: type[_State]) -> list[_State]:

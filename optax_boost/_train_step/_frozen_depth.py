@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 
 from optax_boost._form import _protocol
-from optax_boost._foundation import _types
+from optax_boost._foundation import _trees, _types
 
 # States that steps returned and that were not used since are forgotten beyond this number.
 _MOST_RETURNED = 64
@@ -35,12 +35,12 @@ class DepthReader:
   """
 
   def __init__(self, opt_state: _types.Tree):
-    asking = _protocol.state_asking(opt_state, _protocol.FROZEN_GROUPS)
+    asking = _protocol.requesting_state(opt_state, _protocol.FROZEN_GROUPS)
     self._asks = asking is not None
     # By the identity of the first of their arrays.
     self._returned: dict[int, _Returned] = {}
     if self._asks:
-      self._path = _protocol.path_to(opt_state, asking)
+      self._path = _trees.child_indices(opt_state, asking)
       own = [name for name in asking._fields if not isinstance(getattr(asking, name), tuple)]
       self._fields = operator.attrgetter(*own)
 
@@ -54,7 +54,7 @@ class DepthReader:
     # In a loop here, as in `follow`: these run in every step.
     state: Any = opt_state
     for index in self._path:
-      state = _protocol.flatten_node(state)[0][index]
+      state = _trees.flatten_node(state)[0][index]
     arrays = jax.tree.leaves(self._fields(state))
     if isinstance(arrays[0], jax.core.Tracer | jax.ShapeDtypeStruct):
       return None, 0
@@ -72,7 +72,7 @@ class DepthReader:
       return
     state: Any = opt_state
     for index in self._path:
-      state = _protocol.flatten_node(state)[0][index]
+      state = _trees.flatten_node(state)[0][index]
     arrays = jax.tree.leaves(self._fields(state))
     if len(self._returned) >= _MOST_RETURNED:
       self._returned.pop(next(iter(self._returned)), None)

@@ -73,7 +73,7 @@ class FreezeRequest:
 
 def scale_request(opt_state: optax.OptState, params: optax.Params) -> ScaleRequest | None:
   """The loss scale that an optimizer state asks for; ValueError for several."""
-  state = _protocol.state_asking(opt_state, _protocol.LOSS_SCALE)
+  state = _protocol.requesting_state(opt_state, _protocol.LOSS_SCALE)
   if state is None:
     return None
   return ScaleRequest(state.loss_scale, _protocol.seen_leaves(state, params))
@@ -90,7 +90,7 @@ def freeze_request(
   A known depth becomes a constant in the state, so that ``update`` computes nothing for frozen
   leaves either.
   """
-  state = _protocol.state_asking(opt_state, _protocol.FROZEN_GROUPS)
+  state = _protocol.requesting_state(opt_state, _protocol.FROZEN_GROUPS)
   if state is None:
     return None, opt_state
   groups = _group_numbers(tx, state, params)

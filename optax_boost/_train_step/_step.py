@@ -10,7 +10,7 @@ import numpy as np
 import optax
 
 from optax_boost._form import _protocol
-from optax_boost._foundation import _checks, _full_gradient, _paths, _tree_checks, _types
+from optax_boost._foundation import _checks, _full_gradient, _paths, _tree_checks, _trees, _types
 from optax_boost._trace import _losses
 from optax_boost._train_step import _frozen_depth, _program, _state_placement, _train_state
 
@@ -164,7 +164,7 @@ class TrainStep:
 
 def _check_variables(params: _types.Unchecked) -> None:
   """Refuses NNX models whose statistics would be taken for params, without an import of Flax."""
-  for node in _protocol.nodes(params):
+  for node in _trees.nodes(params):
     bases = [base for base in type(node).__mro__ if base.__module__.startswith("flax.nnx")]
     names = {base.__name__ for base in bases}
     if "Variable" in names and "Param" not in names:

@@ -384,7 +384,7 @@ def averaged_params(
   """
   _checks.check_floating_dtype("dtype", dtype, optional=True)
   # Those inside others, too.
-  states = [node for node in _protocol.nodes(opt_state) if isinstance(node, AverageParamsState)]
+  states = [node for node in _trees.nodes(opt_state) if isinstance(node, AverageParamsState)]
   if not states:
     raise ValueError(
       "`averaged_params` needs the state of an optimizer with `optax_boost.average_params` in it;"
@@ -461,7 +461,7 @@ def averaged_model_state(opt_state: optax.OptState, model_state: Any) -> Any:
 
 def averaging_statistics(opt_state: optax.OptState) -> list[AverageParamsState]:
   """The states that hold averages of statistics."""
-  states = [node for node in _protocol.nodes(opt_state) if isinstance(node, AverageParamsState)]
+  states = [node for node in _trees.nodes(opt_state) if isinstance(node, AverageParamsState)]
   return [state for state in states if state.statistics]
 
 

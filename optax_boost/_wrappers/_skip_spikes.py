@@ -133,7 +133,7 @@ class _SkipSpikes:
     squares = own
     if len(unseen) < len(jax.tree.leaves(grads)):
       # A loss scale inside sees the others, and their overflows.
-      scale = _protocol.state_asking(state.inner_state, _protocol.LOSS_SCALE).loss_scale
+      scale = _protocol.requesting_state(state.inner_state, _protocol.LOSS_SCALE).loss_scale
       squares = own + (self._squares(grads) - own) / scale / scale
     norm = jnp.sqrt(squares)
     finite = _finiteness.finite_entries(norm)
