@@ -26,7 +26,7 @@ from benchmarks import _harness, _process
 import optax_boost.nnx
 
 _BASE = "O0"
-# Of a training whose time is taken. One more comes first; then O1 freezes in 6, O2 in 9 of these.
+# Steps of a training whose time is taken, after a first one. O1 freezes in 6 of them, O2 in 9.
 STEPS = 20
 _PEAK_RATE = 0.05
 _TRAINING_BATCH = 64
@@ -151,11 +151,11 @@ def contenders(total_steps: int) -> dict[str, Any]:
   def make(level: str, config: Any = None) -> Any:
     return optax_boost.auto_boost(level, config=config, total_steps=total_steps)
 
-  def some(*methods: str, **of_less_bn: Any) -> Any:
+  def some(*methods: str, **less_bn_options: Any) -> Any:
     level = make("O1")
     on = {method: level.on[method] for method in methods}
-    if of_less_bn:
-      on["less_bn"] |= of_less_bn
+    if less_bn_options:
+      on["less_bn"] |= less_bn_options
     return dataclasses.replace(level, on=on)
 
   def in_turns(share: float) -> Any:

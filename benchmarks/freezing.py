@@ -248,7 +248,7 @@ def compare_counts(batch: Any, rounds: int) -> list[Any]:
   stacked = {"blocks": jnp.ones((12, 512, 512)), "head": jnp.ones(512)}
   ends = [i * 12 // _GROUPS for i in range(_GROUPS + 1)]
   slices = [optax_boost.LayerSlice("blocks", 0, *run) for run in itertools.pairwise(ends)]
-  layers = [(of_group,) for of_group in slices[:-1]]
+  layers = [(layer_slice,) for layer_slice in slices[:-1]]
   plan = optax_boost.LayerGroups((*layers, (slices[-1], "head")), (1,) * _GROUPS)
   comparisons = []
   for title, params, groups in (

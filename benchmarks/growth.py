@@ -88,7 +88,7 @@ def contender(
   return _harness.carried(name, step, (params, state), grads, facts=facts)
 
 
-def of_leaves(size: int, leaves: int, rounds: int, title: str) -> dict[str, Any]:
+def compare_leaves(size: int, leaves: int, rounds: int, title: str) -> dict[str, Any]:
   shapes = shapes_of(size, leaves)
   grads = arrays(shapes, 0.01)
   made = {_BASE: lambda: optax.sgd(0.1, 0.9), **METHODS}
@@ -98,7 +98,7 @@ def of_leaves(size: int, leaves: int, rounds: int, title: str) -> dict[str, Any]
   return _harness.compare(contenders, [_BASE], rounds, title, _PATIENCE)
 
 
-def of_components(components: int, rounds: int) -> dict[str, Any]:
+def compare_components(components: int, rounds: int) -> dict[str, Any]:
   shapes = shapes_of(1_000_000, 40)
   grads = arrays(shapes, 0.01)
   reduced = optax_boost.dim_reduce(subspace(shapes, components), max_search=None)
@@ -110,7 +110,7 @@ def of_components(components: int, rounds: int) -> dict[str, Any]:
   return _harness.compare(contenders, [_BASE], rounds, title, _PATIENCE)
 
 
-def of_devices(devices: int, rounds: int) -> dict[str, Any]:
+def compare_devices(devices: int, rounds: int) -> dict[str, Any]:
   reductions = {_MEAN: adasum.mean, "adasum": adasum.adasum}
   contenders = [
     dataclasses.replace(adasum.contender(name, reduce, [(50_000,)] * 20, devices), facts={})
@@ -136,14 +136,14 @@ def main() -> None:
   for size in (1e5, 1e6, 1e7, 1e8):
     if size <= options.largest:
       title = f"{size:.0e} parameters in 40 leaves"
-      measured("parameters", size, of_leaves(int(size), 40, rounds, title))
+      measured("parameters", size, compare_leaves(int(size), 40, rounds, title))
   for leaves in (10, 100, 1000, 2000):
     title = f"1e6 parameters in {leaves:,} leaves"
-    measured("leaves", leaves, of_leaves(1_000_000, leaves, rounds, title))
+    measured("leaves", leaves, compare_leaves(1_000_000, leaves, rounds, title))
   for components in (8, 32, 128):
-    measured("components", components, of_components(components, rounds))
+    measured("components", components, compare_components(components, rounds))
   for devices in (1, 2, 4, 8):
-    measured("devices", devices, of_devices(devices, rounds))
+    measured("devices", devices, compare_devices(devices, rounds))
   where = _harness.machine(["jax", "jaxlib", "optax", "numpy"])
   _harness.write("growth", _ABOUT, comparisons, where, options.out)
   if options.out == _harness.HERE / "results":

@@ -40,7 +40,7 @@ def main(arguments: list[str] | None = None) -> None:
     )
     found = []
     for point in points:
-      # Of all seeds: one that diverged is no better than guessing, and counts as that.
+      # The mean is over all seeds: one that diverged is no better than guessing, and counts so.
       finals = result.curves[str(point)][ACCURACY][:, -1]
       found.append((float(np.mean(finals)), point))
       print(f"{name} {point}: {np.mean(finals):.2f} +- {np.std(finals):.2f} %", flush=True)

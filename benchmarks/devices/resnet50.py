@@ -19,7 +19,7 @@ from benchmarks import _harness, models
 from benchmarks.devices import chips, programs
 import optax_boost.linen
 
-# Of one chip: bytes and operations per second, and the memory, by its data sheet.
+# Bytes and operations per second, and the bytes of memory, of one chip by its data sheet.
 _BANDWIDTH, _OPERATIONS, _MEMORY = 819e9, 197e12, 16e9
 _BATCH = 128
 _SIDE = 224

@@ -410,7 +410,7 @@ def test_adasum_of_weight_deltas_over_servers_equals_mindspores():
   inner, expected = optax.adam(0.05), SMALL
 
   @jax.jit
-  def of_server(params, batches, state):
+  def server_update(params, batches, state):
     grads = [jax.grad(small_loss)(params, x) for x in batches]
     return inner.update(optax.tree.scale(0.5, optax.tree.add(*grads)), state)
 
@@ -418,7 +418,7 @@ def test_adasum_of_weight_deltas_over_servers_equals_mindspores():
   for t in range(2):
     deltas = []
     for s in range(2):
-      updates, states[s] = of_server(expected, BATCHES[s, :, t], states[s])
+      updates, states[s] = server_update(expected, BATCHES[s, :, t], states[s])
       deltas.append(updates)
     stacked = jax.tree.map(lambda *rows: jnp.stack(rows), *deltas)
     delta = jax.jit(optax_boost.adasum_reduce)(stacked)

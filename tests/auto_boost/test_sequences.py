@@ -145,12 +145,12 @@ def by_document(params, batch):
   return jnp.mean(jnp.sin(losses + batch["document"].reshape(-1)))
 
 
-def of_codes(params, batch):
+def code_loss(params, batch):
   x = params["table"][batch["codes"]].sum(2)
   return jnp.mean((x @ params["out"]) ** 2)
 
 
-def of_classes(params, batch):
+def class_loss(params, batch):
   x = params["table"][batch["tokens"]].mean(1)
   classes = jax.nn.log_softmax(x @ jnp.ones((models.WIDTH, 16)))
   return -jnp.mean(jnp.sum(classes * batch["label"], -1))
@@ -163,7 +163,7 @@ UNNAMED = {
   "an id": (by_document, BATCH | {"document": np.arange(4)}, "document"),
   "an id in a column": (by_document, BATCH | {"document": np.arange(4)[:, None]}, "document"),
   "a label of 16 classes": (
-    of_classes,
+    class_loss,
     {"tokens": BATCH["tokens"], "label": np.eye(16, dtype=np.float32)[[0, 5, 9, 14]]},
     "label",
   ),
@@ -196,7 +196,7 @@ def test_a_leaf_that_must_be_named_is_named_by_the_line_of_the_error(name):
 
 def test_codes_of_each_token_need_no_name():
   boost, batch = declared(), {"codes": np.ones((4, 16, 3), np.int32)}
-  boost.optimizer(optax.sgd(0.1), of_codes, models.init(), batch)
+  boost.optimizer(optax.sgd(0.1), code_loss, models.init(), batch)
   assert boost.batch(batch, 0)["codes"].shape == (32, 2, 3)
 
 

@@ -214,7 +214,7 @@ def test_compiles_once(row):
 
 @every_row
 def test_init_compiles_no_program_for_each_leaf(row):
-  # Of shapes that no other test has compiled for.
+  # The shapes are such that no other test has compiled for them.
   number = registry.ROWS.index(row)
 
   def programs(more, shape):
@@ -411,12 +411,12 @@ def test_known_arrays_inside_of_a_trace(row):
 @every_row
 def test_boxes_in_the_state_hold_arrays_of_their_params_shapes(row):
   """Flax shards an array as its box says, by the names of the param's axes."""
-  params = jax.tree.map(lambda x: nnx.Param(x, of_shape=x.shape), row.params())
+  params = jax.tree.map(lambda x: nnx.Param(x, param_shape=x.shape), row.params())
   tx, grads = row.make(), problems.grads(params)
   state = jax.eval_shape(tx.init, params)
   is_variable = lambda x: isinstance(x, nnx.Variable)  # noqa: E731
   for variable in filter(is_variable, jax.tree.leaves(state, is_leaf=is_variable)):
-    assert jax.tree.leaves(variable)[0].shape == variable.of_shape
+    assert jax.tree.leaves(variable)[0].shape == variable.param_shape
   # In a loop of one's own they may stay in their boxes.
   updates, after = jax.eval_shape(tx.update, grads, state, params)
   assert jax.tree.structure((updates, after)) == jax.tree.structure((grads, state))
@@ -529,9 +529,9 @@ def test_refuses_the_state_of_another_tree(row, change):
   tx, params = _with_moments(row), row.params()
   trees = params, OTHER_TREES[change](params)
   states = [jax.eval_shape(tx.init, tree) for tree in trees]
-  for state, of_step in zip(states, reversed(trees), strict=True):
+  for state, step_params in zip(states, reversed(trees), strict=True):
     call = functools.partial(optax_boost.apply_gradients, tx)
-    arguments = problems.grads(of_step), state, of_step
+    arguments = problems.grads(step_params), state, step_params
     if problems.spec(states[0]) == problems.spec(states[1]):
       # Nothing in it is of the params: it is as good as their own.
       assert jax.eval_shape(call, *arguments)

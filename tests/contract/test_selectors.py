@@ -12,7 +12,7 @@ import pytest
 import optax_boost
 from optax_boost._foundation import _paths, _selectors, _trees
 
-# Of twelve blocks those that a pattern might confuse, and one after the chosen one.
+# Those of twelve blocks that a pattern might confuse, and one after the chosen one.
 BLOCKS = ("0", "1", "2", "10", "11")
 NAMES = ["embed", *(f"blocks/{i}" for i in BLOCKS), "head"]
 

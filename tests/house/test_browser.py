@@ -40,8 +40,8 @@ PICTURES = """() => [...document.querySelectorAll("article img")].filter(image =
   .map(image => [image.getAttribute("src"), image.offsetWidth, image.parentElement.href || "",
                  image.parentElement.clientWidth])"""
 
-# Of a table or a formula, what lies outside of its box; of the lists of a phone, what is squeezed
-# into a column or stands at the right; of the tables of a desk, texts in narrow columns.
+# Parts of a table or a formula that lie outside of its box; entries of a phone's lists that are
+# squeezed into a column or stand at the right; texts in narrow columns of a desk's tables.
 CUT = """() => [...document.querySelectorAll("article :is(.table-wrapper, table, .formula)")]
   .filter(box => box.clientWidth && box.scrollWidth > box.clientWidth + 1)
   .map(box => `${box.innerText.slice(0, 40)}: ${box.scrollWidth} > ${box.clientWidth}`)"""

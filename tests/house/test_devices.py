@@ -66,8 +66,8 @@ def test_broken_bounds_are_named_also_per_leaf_and_in_parts_of_another_case(monk
   )
   monkeypatch.setattr(bounds, "BOUNDS", limits)
   record = programs.read(Compiled())
-  of_cases = {"lars": record, "centralize": record, "svrg": {"error": "late"}}
-  assert bounds.broken({"h100": {"replicated": of_cases}}) == [
+  case_records = {"lars": record, "centralize": record, "svrg": {"error": "late"}}
+  assert bounds.broken({"h100": {"replicated": case_records}}) == [
     "lars on h100, params replicated: kernels 2, at most 1",
     "svrg on h100, params replicated: loops late, at most 0",
     "lars on h100, params replicated: kernels / leaves 0.1, at most 0.05",

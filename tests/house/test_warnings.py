@@ -17,7 +17,7 @@ X = jnp.ones((2, 4))
 KERNEL = {"kernel": jnp.ones((4, 4))}
 
 
-def of_no_leaf():
+def without_effect():
   return optax.chain(optax_boost.centralize(exclude="nowhere"), optax.sgd(0.1))
 
 
@@ -26,7 +26,7 @@ def in_init():
 
 
 def under_jit():
-  tx = of_no_leaf()
+  tx = without_effect()
   jax.jit(tx.update)(KERNEL, tx.init({}), KERNEL)
 
 
@@ -35,20 +35,22 @@ def in_a_schedule():
 
 
 def in_a_step():
-  step = optax_boost.make_train_step(lambda params, x: jnp.mean(x @ params["kernel"]), of_no_leaf())
+  step = optax_boost.make_train_step(
+    lambda params, x: jnp.mean(x @ params["kernel"]), without_effect()
+  )
   step(step.init(KERNEL), X)
 
 
 def in_linen():
   variables = nn.Dense(4).init(jax.random.key(0), X)
   loss, *arrays = ob_linen.split_loss(lambda model, x: jnp.mean(model(x)), nn.Dense(4), variables)
-  step = optax_boost.make_train_step(loss, of_no_leaf())
+  step = optax_boost.make_train_step(loss, without_effect())
   step(step.init(*arrays), X)
 
 
 def in_nnx():
   model = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
-  optimizer = nnx.Optimizer(model, of_no_leaf(), wrt=nnx.Param)
+  optimizer = nnx.Optimizer(model, without_effect(), wrt=nnx.Param)
   step = ob_nnx.make_train_step(lambda model, x: jnp.mean(model(x)))
   step(model, optimizer, X)
 

@@ -179,11 +179,11 @@ def in_torch_layout(probes: int = 5, biased: bool = True) -> Structure:
     return p["weight"] @ x + p.get("bias", 0)
 
   def loss(p, x):
-    def of_query(query):
+    def project(query):
       query = query / jnp.linalg.norm(query) * p["norm"]["weight"] + p["norm"]["bias"]
       return apply(p["q_proj"], apply(p["second"], jax.nn.relu(apply(p["first"], query))))
 
-    queries = jax.vmap(of_query)(p["query"])
+    queries = jax.vmap(project)(p["query"])
     keys = jax.vmap(jax.vmap(functools.partial(apply, p["k_proj"])))(x)
     return jnp.mean(jnp.einsum("qd,bld->bql", queries, keys))
 
@@ -554,10 +554,12 @@ def resized_kernel() -> Structure:
 
   def loss(p, images):
     resize = np.ones((2 * 2, 4 * 4), np.float32)
-    of_patch = jax.vmap(jax.vmap(lambda k: (resize @ k.reshape(-1)).reshape(2, 2), 2, 2), 3, 3)
+    resize_kernels = jax.vmap(
+      jax.vmap(lambda k: (resize @ k.reshape(-1)).reshape(2, 2), 2, 2), 3, 3
+    )
     x = jax.lax.conv_general_dilated(
       images,
-      of_patch(p["patches"]),
+      resize_kernels(p["patches"]),
       (2, 2),
       "VALID",
       dimension_numbers=("NHWC", "HWIO", "NHWC"),

@@ -118,10 +118,10 @@ def test_fewer_groups_have_whole_blocks_in_the_same_order(name, num_groups):
   )
   assert len(plan.groups) == num_groups
   assert expected_groups(layout)[0] <= {path for path in plan.groups[0] if isinstance(path, str)}
-  of_leaf = {str(path): number for number, group in enumerate(plan.groups) for path in group}
+  group_of_leaf = {str(path): number for number, group in enumerate(plan.groups) for path in group}
   previous = 0
   for block in expected_groups(layout):
-    numbers = {of_leaf[path] for path in block if path in of_leaf}
+    numbers = {group_of_leaf[path] for path in block if path in group_of_leaf}
     if numbers:
       (number,) = numbers
       assert previous <= number

@@ -23,9 +23,11 @@ def axes(loss_fn, params, *args):
   """For each leaf its fan-in and its layers; what is left are outputs."""
   layers = optax_boost.layer_axes(loss_fn, params, *args)
   found = {}
-  for path, of_leaf, leaf in zip(layers.paths, layers.axes, jax.tree.leaves(params), strict=True):
-    assert sorted(of_leaf.fan_in + of_leaf.stacked + of_leaf.outputs) == list(range(leaf.ndim))
-    found[path] = (of_leaf.fan_in, of_leaf.stacked)
+  for path, described, leaf in zip(layers.paths, layers.axes, jax.tree.leaves(params), strict=True):
+    assert sorted(described.fan_in + described.stacked + described.outputs) == list(
+      range(leaf.ndim)
+    )
+    found[path] = (described.fan_in, described.stacked)
   return found
 
 
@@ -67,8 +69,8 @@ def test_attention_of_flax():
   assert kernels.pop("out/kernel") == ((0, 1), ())
   assert len(kernels) == 3
   assert set(kernels.values()) == {((0,), ())}
-  of_nnx = nnx_axes(nnx.MultiHeadAttention(2, 8, decode=False, rngs=nnx.Rngs(0)), SEQUENCE)
-  assert {path: both for path, both in of_nnx.items() if "/" in path} == found
+  nnx_found = nnx_axes(nnx.MultiHeadAttention(2, 8, decode=False, rngs=nnx.Rngs(0)), SEQUENCE)
+  assert {path: both for path, both in nnx_found.items() if "/" in path} == found
 
 
 def attention(p, x, project="...BTD,NDH->...BTNH"):
@@ -483,9 +485,9 @@ def test_a_kernel_whose_input_does_not_depend_on_data(generated, depth):
     params["next"] = jnp.ones((4, 4))
 
   def loss_fn(p, x, key):
-    of_time = generated(p, key, x)
-    of_time = jax.nn.gelu(of_time) @ p["next"] if depth == 2 else of_time
-    return jnp.sum(jnp.tanh(x @ p["trunk"] + jnp.tanh(of_time) + p["shift"]) @ p["head"])
+    embedding = generated(p, key, x)
+    embedding = jax.nn.gelu(embedding) @ p["next"] if depth == 2 else embedding
+    return jnp.sum(jnp.tanh(x @ p["trunk"] + jnp.tanh(embedding) + p["shift"]) @ p["head"])
 
   kernels = dict.fromkeys(params.keys() - {"shift"}, ((0,), ()))
   assert axes(loss_fn, params, X, KEY) == kernels | {"shift": ((), ())}
@@ -522,10 +524,10 @@ def test_a_kernel_that_a_learned_table_goes_into(layout):
 
   def loss_fn(p, x):
     if layout == "flax":
-      of_table = p["table"] @ p["weight"]
+      rows = p["table"] @ p["weight"]
     else:
-      of_table = jax.vmap(lambda row: p["weight"] @ row)(p["table"])
-    return jnp.sum(jnp.tanh(x @ p["trunk"] + of_table))
+      rows = jax.vmap(lambda row: p["weight"] @ row)(p["table"])
+    return jnp.sum(jnp.tanh(x @ p["trunk"] + rows))
 
   params = {name: jnp.ones(shape) for name, shape in shapes.items()}
   assert axes(loss_fn, params, X) == {
@@ -548,5 +550,5 @@ def test_a_table_that_constants_resize_and_a_penalty_have_no_fan_in():
 
   found = optax_boost.layer_axes(loss_fn, params, X)
   pairs = zip(found.paths, found.axes, strict=True)
-  fan_ins = {path: of_leaf and of_leaf.fan_in for path, of_leaf in pairs}
+  fan_ins = {path: described and described.fan_in for path, described in pairs}
   assert fan_ins == {"free": None, "pos_embed": (), "pos_embedding": (), "trunk": (0,)}

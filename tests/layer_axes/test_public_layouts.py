@@ -82,7 +82,7 @@ def test_the_stacked_leaves_are_exactly_the_leaves_of_the_layers(name):
   paths, found = _paths.leaf_paths(layout.params), set(axes)
   expected = {path for path in paths if path.startswith(layout.prefix)}
   assert found == (set() if layout.axis is None else expected)
-  assert all(of_leaf[0] == layout.axis for of_leaf in axes.values())
+  assert all(layers[0] == layout.axis for layers in axes.values())
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -92,12 +92,14 @@ def test_each_layer_is_a_group_and_the_shared_embedding_is_in_the_first(name):
   (embedding,) = plan.groups[0]
   assert plan.reused == (embedding,)
   assert "embed" in embedding
-  of_layers = [path for path in _paths.leaf_paths(layout.params) if path.startswith(layout.prefix)]
+  layer_paths = [
+    path for path in _paths.leaf_paths(layout.params) if path.startswith(layout.prefix)
+  ]
   for number, group in enumerate(plan.groups[1:-1]):
     if layout.axis is None:
-      expected = {path for path in of_layers if path.startswith(f"{layout.prefix}{number}/")}
+      expected = {path for path in layer_paths if path.startswith(f"{layout.prefix}{number}/")}
     else:
-      expected = {f"{path}[{':, ' * layout.axis}{number}:{number + 1}]" for path in of_layers}
+      expected = {f"{path}[{':, ' * layout.axis}{number}:{number + 1}]" for path in layer_paths}
     assert expected == set(map(str, group))
   assert len(plan.groups) == layout.units + 2
   assert all("norm" in path for path in plan.groups[-1])
@@ -154,7 +156,7 @@ def test_the_backward_pass_of_the_first_half_is_cut(name):
   forward = matmul_flops(jax.make_jaxpr(layout.loss)(layout.params))
   steps = [frozen_half(name, depth) for depth in (1, 0)]
   ours, whole = (matmul_flops(jax.make_jaxpr(functools.partial(*step))(())) for step in steps)
-  # Of the tied embedding, and of the activations above it, the gradient is not needed.
+  # The gradients of the tied embedding and of the activations above it are not needed.
   assert 0.45 < (ours - forward) / (whole - forward) < 0.55
   sizes = [x.size for x in jax.tree.leaves(layout.params)]
   parts = [np.mean(t) for t in jax.tree.leaves(trained)]

@@ -77,11 +77,11 @@ class Transformer(nn.Module):
     return nn.Dense(1)(nn.LayerNorm()(x))
 
 
-def of_plain(**options):
+def plain_groups(**options):
   return optax_boost.layer_groups(transformer_loss, transformer_params(), TOKENS, **options)
 
 
-def of_linen(**options):
+def linen_groups(**options):
   module = Transformer()
   variables = jax.eval_shape(module.init, jax.random.key(0), TOKENS)
   split = ob_linen.split_loss(lambda model, x: jnp.mean(model(x)), module, variables)
@@ -101,7 +101,7 @@ class NnxBlock(nnx.Module):
     return x + self.down(nnx.relu(self.up(x)))
 
 
-def of_nnx(**options):
+def nnx_groups(**options):
   rngs = nnx.Rngs(0)
   model = nnx.Sequential(
     nnx.Embed(5, WIDTH, rngs=rngs),
@@ -113,7 +113,11 @@ def of_nnx(**options):
 
 
 # The paths of a layer, up to its number, and the first number.
-LAYER = {of_plain: ("layers/", 0), of_linen: ("Encoder_0/Block_", 0), of_nnx: ("layers/", 1)}
+LAYER = {
+  plain_groups: ("layers/", 0),
+  linen_groups: ("Encoder_0/Block_", 0),
+  nnx_groups: ("layers/", 1),
+}
 
 
 def layers_of(group, form):
@@ -240,10 +244,8 @@ def test_a_dot_in_a_key_separates_modules():
   flat = dict(zip(names, leaves, strict=True))
   for num_groups in (None, 3, 14):
     plan = optax_boost.layer_groups(loss, flat, TOKENS, num_groups=num_groups)
-    of_nested = of_plain(num_groups=num_groups).groups
-    assert plan.groups == tuple(
-      tuple(path.replace("/", ".") for path in group) for group in of_nested
-    )
+    nested = plain_groups(num_groups=num_groups).groups
+    assert plan.groups == tuple(tuple(path.replace("/", ".") for path in group) for group in nested)
   # A matrix of biases, one per layer, is no kernel.
   stacked = {"layers.w": jnp.stack([jnp.eye(WIDTH)] * 2), "layers.bias": jnp.ones((2, WIDTH))}
 

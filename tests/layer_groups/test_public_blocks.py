@@ -85,9 +85,9 @@ def holds(plan, params, *prefixes):
   A prefix `path[i]` is layer i of the leaves of a path.
   """
   paths, seen = _paths.leaf_paths(params), []
-  for number, of_group in enumerate(prefixes):
+  for number, group_prefixes in enumerate(prefixes):
     expected = set()
-    for prefix in of_group.split():
+    for prefix in group_prefixes.split():
       head, bracket, layer = prefix.rstrip("]").partition("[")
       leaves = [path for path in paths if path == head or path.startswith(f"{head}/")]
       assert leaves, f"no leaf of {prefix}"
@@ -514,11 +514,11 @@ def test_the_directions_of_a_bilstm_are_asked_about_and_are_no_chain():
 def test_adapters_on_every_second_kernel_are_grouped_by_the_block_around_them(names, trained):
   kernels = ("query", "key", "value", "out", "fc1", "fc2")
   adapter = {names[0]: shape(WIDTH, 2), names[1]: shape(2, WIDTH)}
-  of_block = {name: adapter for name in kernels[::2]}
+  block = {name: adapter for name in kernels[::2]}
   base = {name: {"kernel": shape(WIDTH, WIDTH)} for name in kernels}
   if trained == "all":
-    of_block = {name: base[name] | of_block.get(name, {}) for name in kernels}
-  params = {"blocks": [of_block] * LAYERS}
+    block = {name: base[name] | block.get(name, {}) for name in kernels}
+  params = {"blocks": [block] * LAYERS}
   if trained == "all":
     params |= {"embed": shape(VOCAB, WIDTH), "head": dense(WIDTH, 3)}
 

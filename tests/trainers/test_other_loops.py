@@ -227,8 +227,8 @@ def ensemble(tx):
 
     return jax.lax.scan(step, (params, tx.init(params)), length=methods.STEPS)
 
-  of_all = (params, *whole_training(params))
-  initial, (final, opt_state), losses = methods.entry(of_all, 1)
+  trainings = (params, *whole_training(params))
+  initial, (final, opt_state), losses = methods.entry(trainings, 1)
   return methods.Trained(initial, final, opt_state, losses.tolist())
 
 

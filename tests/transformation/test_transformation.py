@@ -442,11 +442,11 @@ def test_a_wrapper_is_rebuilt_around_another_optimizer(name):
   if second is not None:
     expected = row.around(optax_boost.accumulate(other(inner), 1), second=other(second))
   params = {"conv": jnp.full((2, 2), 0.5), "dense": jnp.ones((2, 2)), "norm": jnp.ones(2)}
-  state, of_expected = ours.init(params), expected.init(params)
+  state, expected_state = ours.init(params), expected.init(params)
   for _ in range(2):
     updates, state = ours.update(params, state, params)
-    wanted, of_expected = expected.update(params, of_expected, params)
-    chex.assert_trees_all_equal((updates, state), (wanted, of_expected))
+    wanted, expected_state = expected.update(params, expected_state, params)
+    chex.assert_trees_all_equal((updates, state), (wanted, expected_state))
 
 
 @pytest.mark.parametrize(

@@ -398,10 +398,10 @@ def sorts_of_pairs() -> Finding:
 
   x = jax.random.normal(jax.random.key(0), (784, 500))
 
-  def of_xla(x: jax.Array) -> jax.Array:
+  def sort_of_xla(x: jax.Array) -> jax.Array:
     return jnp.argsort(x, axis=0)
 
-  without, ours = (seconds(jax.jit(sort), x) for sort in (of_xla, _sorting.argsort))
+  without, ours = (seconds(jax.jit(sort), x) for sort in (sort_of_xla, _sorting.argsort))
   return compare("s", without, ours)
 
 

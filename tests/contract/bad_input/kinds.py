@@ -10,7 +10,7 @@ import numpy as np
 import optax
 
 NAN, INF, HUGE = float("nan"), float("inf"), 10**400
-# Of all types; each kind refuses all but some of them.
+# Values of all types; each kind of argument refuses all but some of them.
 THINGS = {
   "None": None,
   "text": "text",

@@ -16,9 +16,9 @@ import optax_boost.nnx
 
 SOURCES = sorted(pathlib.Path(optax_boost.__file__).parent.rglob("*.py"))
 # Arguments of functions of JAX, optax, Flax and matplotlib that messages speak of.
-OF_LIBRARIES = {"check_vma", "hyperparam_dtype", "static_args", "wrt", "to"}
-# Of `_protocol.declares`, of which a message to the author of a wrapper speaks.
-OF_DECLARATIONS = {"outcome"}
+LIBRARY_ARGUMENTS = {"check_vma", "hyperparam_dtype", "static_args", "wrt", "to"}
+# Arguments of `_protocol.declares`, which a message names to the author of a wrapper.
+DECLARATION_ARGUMENTS = {"outcome"}
 # An argument with a value, as in "Pass has_aux=True", or one that a message says to pass.
 ADVISED = re.compile(r"(?<![\w.'\"])([a-z_]+)=(?=[\w.\[('\"]|\.\.\.)|[Pp]ass `([a-z_]+)[`=(]")
 
@@ -49,7 +49,7 @@ def messages(path):
 
 
 def test_every_advised_argument_exists():
-  known = public_arguments() | OF_LIBRARIES | OF_DECLARATIONS
+  known = public_arguments() | LIBRARY_ARGUMENTS | DECLARATION_ARGUMENTS
   unknown = {
     f"{path.name}:{line}: {name}"
     for path in SOURCES
@@ -83,5 +83,5 @@ def test_statistics_of_batches_without_a_common_length_are_estimated_as_the_erro
 
   with pytest.raises(ValueError, match=r"`estimate_batch_stats` can't tell.*Pass `weight_fn`"):
     estimate()
-  # Of two examples with the mean 1, and one of 3.
+  # The first batch has two examples with the mean 1, the second has one example of 3.
   assert jnp.allclose(jnp.asarray(estimate(weight_fn=lambda b: len(b["x"]))[0]), 5 / 3)

@@ -232,8 +232,8 @@ class Comparison:
         found_params = found_params.fast
         params = eager.Lookahead.side(params, "fast")
       averaged = optax_boost.averaged_params(found_state, found_params)
-      of_run = dataclasses.replace(self.run, observed=flat(averaged))
-      wanted_average = of_run.round(eager.averaged_params(state, params))
+      average_run = dataclasses.replace(self.run, observed=flat(averaged))
+      wanted_average = average_run.round(eager.averaged_params(state, params))
       self.check(moment, "averaged_params", averaged, wanted_average)
 
 
@@ -245,10 +245,10 @@ def run(order, base, door, dtype="float32"):
     warnings.filterwarnings("ignore", "`groups` has patterns that match no leaf")
     oracle = Interpreter(order, base, door, dtype)
     comparison = Comparison(oracle.run)
-    of_base = base.gradients() if isinstance(base, programs.Poisoned) else programs.gradients()
+    gradients = base.gradients() if isinstance(base, programs.Poisoned) else programs.gradients()
     # Means of two gradients, unless they are weighted, are exact in bfloat16.
     weights = programs.WEIGHTS if dtype == "float32" else (1,) * programs.MICRO_STEPS
-    steps = list(zip(of_base, weights, strict=True))
+    steps = list(zip(gradients, weights, strict=True))
     try:
       program = Program(order, base, door, dtype)
       initial = program.init()

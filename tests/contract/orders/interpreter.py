@@ -109,8 +109,8 @@ def step_inside(inner, grads, state, params, extra, *, judges=False):
   judged = judges or extra.get("_judged", False)
   if isinstance(inner, SEEN_THROUGH):
     losses = []
-    of_wrapper = extra | {"_judged": judged, "_losses": losses}
-    updates, new, made = inner.update(grads, state, params, of_wrapper)
+    wrapper_extra = extra | {"_judged": judged, "_losses": losses}
+    updates, new, made = inner.update(grads, state, params, wrapper_extra)
     lost = bool(losses)
   else:
     named = {name: value for name, value in extra.items() if not name.startswith("_")}
