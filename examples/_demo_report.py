@@ -17,7 +17,7 @@ _COLOURS = {O0: _GREY, O1: _BLUE, ALL: _GREY, HALF: _BLUE, DECAY: _ORANGE}
 
 
 class Results(NamedTuple):
-  """Of one run of the demo.
+  """The results of one run of the demo.
 
   Attributes:
     training: from scratch, by level.

@@ -84,7 +84,7 @@ def number_of_steps(epochs: int) -> int:
 
 
 class Result(NamedTuple):
-  """Of one training run: test accuracy, and seconds per step that compiled nothing."""
+  """One training run: its test accuracy, and the seconds of a step that compiles nothing."""
 
   accuracy: float
   seconds: float

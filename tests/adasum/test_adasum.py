@@ -505,7 +505,7 @@ def test_leaves_without_an_axis_of_replicas_are_refused():
     optax_boost.adasum_reduce(jnp.ones(()))
 
 
-def test_an_axis_twice_or_none_is_refused():
+def test_a_repeated_or_missing_axis_is_refused():
   with pytest.raises(ValueError, match=r"an axis of its own for each purpose; got .*'near'"):
     optax_boost.adasum("near", local_axis_name="near")
   with pytest.raises(TypeError, match=r"`axis_name` must be the name of a mesh axis, .* got \(\)"):

@@ -116,7 +116,7 @@ def test_steps_with_skipped_ones_are_the_same_to_the_bit(names):
 
 
 @pytest.mark.parametrize("names", [*((name,) for name in WRAPPERS), *NESTED], ids="-".join)
-def test_jitted_ten_steps_with_skipped_ones_differ_in_ulps(names):
+def test_ten_jitted_steps_with_skipped_ones_differ_in_ulps(names):
   """Two programs contract products and sums differently: ulps of the params and of ten steps."""
   # Those that skip no step.
   rate, skipping = 0.1, names[0] not in ("average_params", "freeze_layers", "layerwise_decay")
@@ -164,7 +164,7 @@ def test_a_step_in_which_the_optimizer_produces_nan_is_undone_and_counted_if_ask
 
 
 @pytest.mark.parametrize("name", CHECKED)
-def test_by_default_the_gradients_alone_are_looked_at_before_the_step(name):
+def test_by_default_only_the_gradients_are_checked_before_the_step(name):
   tx, params = WRAPPERS[name].around(optax.adam(0.1, eps=0.0)), jnp.array([1.0, 2.0])
   for step in both(tx, jax.jit):
     after, state = step(jnp.array([jnp.nan, 8.0]), tx.init(params), params)
@@ -222,7 +222,7 @@ def test_a_bad_gradient_has_the_same_outcome_to_the_bit(names, bad, dtype):
 
 
 @pytest.mark.parametrize("names", GUARDED, ids="-".join)
-def test_jitted_nested_and_donated_a_bad_gradient_has_the_same_outcome(names):
+def test_a_bad_gradient_has_the_same_outcome_jitted_nested_and_donated(names):
   tx = wrap(names, optax.adam(0.1))
   _, theirs = both(tx, jax.jit)
   donating = jax.jit(in_order(tx), donate_argnums=(0, 1))
@@ -263,7 +263,7 @@ def test_update_and_apply_gradients_unscale_to_the_same_bits(scale):
 
 
 @pytest.mark.parametrize("weight", [np.nan, -1.0, 0.0, 2.0, 1e30])
-def test_weights_have_the_same_outcome(weight):
+def test_weights_have_the_same_effect_under_jit_and_without(weight):
   tx = optax_boost.accumulate(optax.sgd(1.0), every=2)
   results = []
   for step in both(tx, jax.jit):

@@ -204,7 +204,7 @@ def test_explain_names_the_methods_of_a_level_by_their_public_names():
     assert name == "less_bn" or hasattr(optax_boost, name)
 
 
-def test_explain_says_what_the_optimizer_does_of_a_level():
+def test_explain_says_which_methods_of_a_level_the_optimizer_applies():
   boost = auto_boost("O1", total_steps=100)
   boost.optimizer(optax.sgd(0.1), conv_loss, CONVOLUTIONS, DATA)
   rows = rows_of(boost)

@@ -91,7 +91,7 @@ def test_explain_speaks_of_tokens():
     assert word not in boost.explain()
 
 
-def test_explain_counts_the_batches_that_were_cut_and_no_schedule_is_on_before():
+def test_explain_counts_cut_batches_and_calls_the_schedule_off_before_the_first():
   boost = declared()
   row = rows_of(boost)["sequence_length_warmup"]
   assert row.startswith("off")
@@ -257,7 +257,7 @@ def test_positions_that_run_past_a_table_of_the_models_input_must_be_named(name,
     assert np.isfinite(loss(params, windows))
 
 
-def test_all_leaves_of_positions_are_in_the_line_and_no_others():
+def test_the_line_names_all_leaves_of_positions_and_only_these():
   def loss(params, batch):
     first = with_table(LOOKUPS["clipped"], "inputs_position")
     second = with_table(LOOKUPS["NaN past the table"], "targets_position")
@@ -286,7 +286,7 @@ def test_positions_within_the_table_keep_their_values():
   )
 
 
-def test_an_index_that_a_loss_means_to_be_out_of_bounds_is_no_error():
+def test_an_intended_index_out_of_bounds_is_not_an_error():
   def loss(params, batch):
     tokens = batch["tokens"]
     x = params["table"].at[tokens + 7].get(mode="fill", fill_value=0.0)
@@ -315,7 +315,7 @@ def test_a_mean_over_each_sequence_is_refused_if_a_window_is_all_padding():
   assert math.isfinite(loss(models.init(), batch))
 
 
-def test_the_first_windows_of_a_flax_model_are_cut_behind_its_state():
+def test_the_first_windows_of_a_flax_model_are_cut_from_the_batch_after_its_state():
   def loss(model, batch):
     return (
       models.nnx_loss(model, batch) + jnp.take(jnp.ones(batch["real"].shape[1]), batch["p"])[0, 1]
@@ -400,7 +400,7 @@ def test_a_declaration_that_can_not_be_honoured_is_refused(options, error, messa
     declare(**options)
 
 
-def test_groups_are_refused_where_nothing_freezes():
+def test_groups_are_refused_if_nothing_freezes():
   with pytest.raises(
     ValueError, match=r"`groups` must be None at a level for tokens.*freeze_layers\("
   ):

@@ -43,7 +43,7 @@ def two_calls(tx, grads, state, params):
 
 @pytest.mark.parametrize("step", [optax_boost.apply_gradients, two_calls])
 @pytest.mark.parametrize("mode", MODES)
-def test_the_average_is_numpys_of_the_params_after_the_steps(mode, step):
+def test_the_average_equals_numpys_average_of_the_params_after_the_steps(mode, step):
   kwargs, weights = MODES[mode]
   tx = optax_boost.average_params(optax.sgd(0.2, momentum=0.5), **kwargs)
   state, after = trajectory(tx, {"w": jnp.ones((2, 3))}, 13, step)
@@ -207,7 +207,7 @@ def test_steps_without_a_snapshot_touch_no_average(mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_donated_a_snapshot_is_written_in_place(mode):
+def test_a_donated_snapshot_is_written_in_place(mode):
   tx = optax_boost.average_params(optax.sgd(0.1), **MODES[mode][0])
   params = {f"w{i}": jnp.ones((64, 128)) for i in range(3)}
   step = jax.jit(
@@ -679,7 +679,7 @@ def test_the_first_step_of_an_average_may_be_traced():
 
 @pytest.mark.parametrize("door", ["update", "apply_gradients"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_the_average_is_of_half_precision_params_after_rounding(dtype, door):
+def test_the_average_takes_half_precision_params_after_rounding(dtype, door):
   """Jitted, XLA may keep the precision that the params lose when they are stored."""
   tx = optax_boost.average_params(optax.chain(optax.scale(-0.1)), start=0)
   rng = np.random.default_rng(0)

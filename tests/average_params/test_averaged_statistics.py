@@ -169,7 +169,7 @@ def test_skipped_steps_and_dropped_micro_batches_change_no_average(name):
   assert np.all(np.abs(expected) < 10)
 
 
-def test_inside_accumulate_a_snapshot_is_of_the_statistics_after_the_window():
+def test_inside_accumulate_a_snapshot_takes_the_statistics_after_the_window():
   average = optax_boost.average_params(optax.sgd(0.1), start=0, model_state=STATISTICS)
   state, means, _ = train(optax_boost.accumulate(average, 3), batches(9))
   np.testing.assert_allclose(read(state)["mean"], np.mean(means[2::3], 0), 8 * EPS, 4 * EPS)

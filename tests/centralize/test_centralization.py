@@ -198,7 +198,7 @@ def test_in_the_train_step_the_fan_in_needs_no_argument(inside):
       )
 
 
-def test_convolutions_are_told_apart_by_their_groups():
+def test_convolutions_are_distinguished_by_their_groups():
   shapes = {"gray": (3, 3, 1, 4), "depthwise": (3, 3, 1, 4), "grouped": (3, 3, 2, 4)}
   grads = {name: gradient(*shape) for name, shape in shapes.items()}
 

@@ -400,7 +400,7 @@ def test_init_works_on_abstract_values(row):
 
 
 @every_row
-def test_known_arrays_inside_of_a_trace(row):
+def test_a_step_inside_of_a_trace_on_known_arrays_returns_the_usual_dtypes(row):
   tx, params = row.optimizer(), row.params()
   traced = jax.eval_shape(lambda: step(tx, params, tx.init(params), 0))
   assert problems.spec(traced) == problems.spec(run(row, params, range(1)))

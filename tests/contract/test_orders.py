@@ -150,7 +150,7 @@ def test_the_pairs_go_through_every_door_around_every_optimizer():
   assert ALL or alone == set(itertools.product(programs.BASES, comparison.DOORS))
 
 
-def test_the_table_of_schedules_freezes_in_the_steps_that_the_schedule_says():
+def test_the_table_of_schedules_has_the_depths_and_factors_of_each_schedule():
   for name, freezing in programs.freezings().items():
     for t in programs.STEPS:
       depth = freezing.schedule.frozen_groups(jnp.int32(t), jax.random.key(0))
@@ -183,7 +183,7 @@ ROUNDING = ("master_weights_key", "stochastic_rounding")
 @pytest.mark.optimized
 @pytest.mark.parametrize("door", comparison.DOORS)
 @pytest.mark.parametrize("around", [(), ("accumulate_one",)], ids=["alone", "accumulate"])
-def test_averages_in_bfloat16_are_of_rounded_params(around, door):
+def test_averages_in_bfloat16_average_rounded_params(around, door):
   # Optimized programs may leave out a rounding to 16 bits and back.
   rng = np.random.default_rng(0)
   size, dtype = 1000, jnp.bfloat16

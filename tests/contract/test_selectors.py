@@ -307,7 +307,7 @@ def test_selections_may_overlap():
   assert all(jax.tree.leaves(mask))
 
 
-def test_a_plan_per_tree_survives_that_another_thread_clears_the_plans_at_any_time():
+def test_a_plan_per_tree_survives_if_another_thread_clears_the_plans_at_any_time():
   plan = _trees.once_per_tree(lambda tree, *static: np.shape(tree["w"]))
 
   class Interrupted:

@@ -74,7 +74,7 @@ def plain_run(name, batches, scanned=False):
 @every_batch
 @every_wrapper
 @pytest.mark.parametrize("scanned", [False, True], ids=["loop", "scan"])
-def test_statistics_are_of_the_batches_that_are_used(name, bad, scanned):
+def test_statistics_come_from_the_batches_that_are_used(name, bad, scanned):
   state, metrics = plain_run(name, [GOOD, BAD[bad], GOOD, GOOD], scanned)
   np.testing.assert_array_equal(state.model_state["mean"], np.full(2, 1 - 0.75**3, np.float32))
   assert state.model_state["batches"] == 3
@@ -227,7 +227,7 @@ PARTIAL = {
 
 
 @pytest.mark.parametrize("name", PARTIAL)
-def test_leaves_that_no_loss_scale_sees_are_looked_at_beside_one_of_a_part(name):
+def test_leaves_outside_of_a_partial_loss_scale_are_checked_too(name):
   scaled = optax_boost.dynamic_loss_scale(optax.sgd(0.1), 4.0)
   inner = optax.partition({"x": scaled, "y": optax.sgd(0.1)}, {"a": "x", "b": "y"})
   step = optax_boost.make_train_step(

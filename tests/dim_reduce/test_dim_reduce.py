@@ -500,7 +500,7 @@ def test_a_trial_is_judged_by_the_change_that_the_inner_optimizer_makes_of_it():
     (4.0, 3, True, 4.0),
   ],
 )
-def test_a_search_begins_longer_only_if_the_last_ones_first_trial_was_accepted(
+def test_a_search_starts_from_a_longer_step_only_if_the_last_search_accepted_its_first_trial(
   accepted, tried, short, expected
 ):
   """Beyond 1 only if that step ended before the minimum; and never shorter than it was."""

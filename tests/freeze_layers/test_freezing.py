@@ -681,7 +681,7 @@ def test_the_depth_is_read_from_the_device_only_when_it_may_have_changed(name, d
   ]
 
 
-def test_a_depth_that_is_put_into_the_state_is_that_of_one_step():
+def test_a_depth_put_into_the_state_lasts_one_step():
   step = chain_step(optax.sgd(0.1), optax_boost.fixed_freezing(LAYERS, 1), donate=False)
   state, _ = train(step, step.init(chain_params()), 3)
   _, history = train(step, optax.tree.set(state, frozen_groups=jnp.int32(2)), 3)
@@ -790,7 +790,7 @@ def test_the_compiled_program_of_each_depth_lacks_the_backward_pass_of_its_prefi
   assert counts[0] < 1.01 * none
 
 
-def test_what_is_around_freezing_sees_no_gradient_of_frozen_layers():
+def test_transformations_around_freezing_see_no_gradient_of_frozen_layers():
   step = chain_step(optax.sgd(1.0), fixed_schedule([3]), spied)
   state, _ = step(step.init(chain_params()), BATCH)
   for group, name in enumerate("dcba"):

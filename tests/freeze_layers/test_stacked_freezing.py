@@ -358,7 +358,7 @@ def test_params_trained_below_frozen_layers_keep_their_gradient():
     assert held_by(loss_fn, make_params(), groups_of(overrides={pattern: 6}), 3)
 
 
-def test_stacks_that_share_leaves_are_told_apart():
+def test_stacks_that_share_leaves_are_distinguished():
   def loss(params, x):
     def body(h, w):
       mixed = jnp.einsum("bi,lij->bj", h, params["second"]["w"])

@@ -502,7 +502,7 @@ def in_a_dict(count, mean):
   return {"count": count, "mean": mean}
 
 
-def test_a_count_in_another_authors_state_is_the_groups_and_a_warning_says_so():
+def test_a_count_in_another_authors_state_counts_the_groups_steps_and_warns():
   inner = custom(in_a_dict)
   with pytest.warns(UserWarning, match=r'for each group in dict.*counts="run"\)`; if none'):
     optax_boost.freeze_layers(inner, ["body", "head"], TWO).init(written_out())
@@ -514,7 +514,7 @@ def test_a_count_in_another_authors_state_is_the_groups_and_a_warning_says_so():
   optax_boost.freeze_layers(inner, ["body", "head"], fixed).init(written_out())
 
 
-def test_a_count_whose_owner_cannot_be_told_is_the_runs_unless_it_is_said():
+def test_a_count_without_a_clear_owner_counts_the_run_unless_declared():
   inner = custom(lambda count, mean: (count, mean))
   with pytest.warns(UserWarning, match="one step count for all groups in tuple"):
     optax_boost.freeze_layers(inner, ["body", "head"], TWO).init(written_out())
@@ -530,7 +530,7 @@ class Scheduled(NamedTuple):
   mean: dict
 
 
-def test_a_schedule_in_one_state_with_the_moments_follows_the_run_if_it_is_said():
+def test_a_schedule_in_one_state_with_the_moments_follows_the_run_if_declared():
   def update(updates, state, params=None):
     mean = jax.tree.map(lambda m, u: 0.9 * m + u, state.mean, updates)
     rate = state.count / 100.0
@@ -546,7 +546,7 @@ def test_a_schedule_in_one_state_with_the_moments_follows_the_run_if_it_is_said(
   np.testing.assert_allclose(updates["body"][100:, 0, 0], [-1.0, -1.01 * 1.9], rtol=1e-5)
 
 
-def test_counts_in_a_users_wrapper_are_the_runs_since_its_parts_cannot_be_called_alone():
+def test_counts_in_a_users_wrapper_count_the_run_since_its_parts_cannot_be_called_alone():
   inner = optax.chain(optax.scale_by_adam(), CLIP)
 
   def update(updates, state, params=None):

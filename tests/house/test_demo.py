@@ -101,7 +101,7 @@ def test_the_search_for_rates_starts_nothing_for_help_or_a_wrong_argument(
   assert ended.value.code == status
 
 
-def test_the_rates_are_of_the_grids_in_which_they_were_searched(import_example, examples):
+def test_the_rates_are_points_of_the_grids_that_were_searched(import_example, examples):
   demo, tune = examples["demo"], import_example("tune_demo")
   assert demo.RATE in tune.RATES
   assert demo.BATCH_SIZE in tune.SIZES
@@ -151,7 +151,7 @@ def test_the_sentences_and_the_picture_say_what_the_curves_say(examples):
   assert "0.20 of the memory" in " ".join(drawn)
 
 
-def test_a_gain_that_does_not_show_is_told(examples):
+def test_the_report_says_so_if_a_level_gains_no_time(examples):
   report = examples["_demo_report"]
   found = results(examples, [3.0, 2.4, 2.1, 2.01])
   assert report.speedup(found) is None

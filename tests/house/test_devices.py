@@ -39,7 +39,7 @@ class Compiled:
     return Memory
 
 
-def test_every_case_is_of_a_public_factory_or_of_optax():
+def test_every_case_uses_a_public_factory_or_optax():
   assert {case.factory for case in cases.CASES.values()} <= registry.public_factories() | {""}
 
 

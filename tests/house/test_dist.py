@@ -64,7 +64,7 @@ def test_a_program_that_fails_is_named_with_its_error(environment, tmp_path):
   assert str(failure.value).endswith("No module named 'no_such_package'")
 
 
-def test_a_program_that_runs_without_its_extra_is_told(environment, tmp_path):
+def test_a_program_that_does_not_print_what_it_should_fails(environment, tmp_path):
   quiet = dist.Program(str(page(tmp_path, "print('no bar')")), prints="it/s]")
   with pytest.raises(dist.Failure, match=r"page.md has run, but printed no 'it/s\]'"):
     quiet.run(environment)
@@ -73,7 +73,7 @@ def test_a_program_that_runs_without_its_extra_is_told(environment, tmp_path):
     quiet._replace(prints="", then="assert False\n").run(environment)
 
 
-def test_a_skipped_test_counts_as_missing_only_where_none_may_be(environment, tmp_path):
+def test_a_skipped_test_counts_as_missing_only_if_no_test_may_be_skipped(environment, tmp_path):
   (tmp_path / "test_it.py").write_text("import pytest\npytest.skip('no', allow_module_level=True)")
   command = dist.Command("tests", ("-m", "pytest", "-rs", "-p", "no:cacheprovider", "{folder}"))
   command = command._replace(arguments=(*command.arguments, "-c", "{source}/pyproject.toml"))

@@ -26,7 +26,7 @@ def test_comments_about_xla_name_a_row():
       )
 
 
-def test_rows_that_name_make_xla_have_a_check_and_no_others_have():
+def test_only_rows_that_name_make_xla_have_a_check_and_each_of_them_has():
   assert {n for n, row in ROWS.items() if row.shown_by == "`make xla`"} == set(checks.CHECKS)
 
 

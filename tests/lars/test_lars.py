@@ -231,7 +231,7 @@ def test_a_rate_of_optax_lars_carries_over_if_no_leaf_is_excluded(momentum, nest
 
 
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-def test_with_its_defaults_lars_steps_as_its_formula_says(weight_decay):
+def test_lars_with_its_defaults_follows_its_formula(weight_decay):
   """In NumPy and float64; biases and the normalization step at the rate itself."""
   params, grads = small_model()
   rate = 2.0

@@ -81,7 +81,7 @@ def test_a_tied_embedding_is_in_the_first_group():
 
 
 @pytest.mark.parametrize("name", ["resnet 34", "convnext", "convnext of its authors"])
-def test_by_default_a_stage_is_a_block_and_the_plan_says_how_to_get_those_in_it(name):
+def test_by_default_a_stage_is_a_block_and_the_plan_says_how_to_get_its_inner_blocks(name):
   plan, asked = by_default(name), layout_of(name).asked
   assert len(plan.groups) == 6
   assert plan.groups[0] == plan_of(name).groups[0]

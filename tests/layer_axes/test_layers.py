@@ -478,7 +478,7 @@ def in_a_scan(p, key, x):
   ],
 )
 @pytest.mark.parametrize("depth", [1, 2])
-def test_a_kernel_whose_input_does_not_depend_on_data(generated, depth):
+def test_a_kernel_has_a_fan_in_even_if_its_input_does_not_depend_on_data(generated, depth):
   params = {"trunk": jnp.ones((8, 4)), "time": jnp.ones((6, 4)), "head": jnp.ones((4, 3))}
   params["shift"] = jnp.ones((2, 4))
   if depth == 2:
@@ -493,7 +493,7 @@ def test_a_kernel_whose_input_does_not_depend_on_data(generated, depth):
   assert axes(loss_fn, params, X, KEY) == kernels | {"shift": ((), ())}
 
 
-def test_kernels_of_einsums_convolutions_and_experts_whose_input_does_not_depend_on_data():
+def test_einsums_convolutions_and_experts_have_a_fan_in_even_if_their_input_is_not_data():
   params = {
     "trunk": jnp.ones((8, 4)),
     "heads": jnp.ones((2, 6, 2)),
@@ -519,7 +519,7 @@ def test_kernels_of_einsums_convolutions_and_experts_whose_input_does_not_depend
 
 
 @pytest.mark.parametrize("layout", ["flax", "equinox"])
-def test_a_kernel_that_a_learned_table_goes_into(layout):
+def test_a_kernel_that_a_learned_table_is_multiplied_with_has_a_fan_in(layout):
   shapes = {"trunk": (8, 4), "table": (2, 6), "weight": (6, 4) if layout == "flax" else (4, 6)}
 
   def loss_fn(p, x):

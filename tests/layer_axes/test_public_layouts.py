@@ -124,7 +124,7 @@ def trained_parts(name):
 
 
 @pytest.mark.parametrize("name", ["lm1b scan"])
-def test_the_gradient_of_the_last_half_is_the_whole_one_bit_for_bit(name):
+def test_the_gradient_of_the_last_half_equals_the_whole_gradient_bit_for_bit(name):
   layout = traced(name)
   step, state = frozen_half(name)
   ours = jax.device_get(step(state, ())[0].opt_state[0])

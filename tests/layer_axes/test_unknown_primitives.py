@@ -42,7 +42,7 @@ def test_a_description_names_the_primitive_that_hides_the_axes_of_a_leaf():
   assert str(described()) == "head: fan-in (0,), outputs (1,)\nkernel: unknown after unheard_of"
 
 
-def test_a_primitive_in_which_a_leaf_meets_data_is_named_too():
+def test_a_primitive_in_which_a_leaf_meets_data_is_also_named():
   params = {"decay": jnp.ones((2, 4)), "kernel": jnp.ones((4, 1))}
 
   def loss_fn(params, x):
@@ -55,7 +55,7 @@ def test_a_primitive_in_which_a_leaf_meets_data_is_named_too():
   }
 
 
-def test_a_primitive_is_not_named_where_another_use_tells_the_axes():
+def test_a_primitive_is_not_named_if_another_use_shows_the_axes():
   params = {"w": jnp.ones((4, 4))}
   layers = optax_boost.layer_axes(
     lambda p, x: jnp.sum(x @ p["w"]) + jnp.sum(UNHEARD_OF.bind(p["w"])), params, X
@@ -100,7 +100,7 @@ def test_the_train_step_warns_once_of_the_primitive():
   step(state, X[:1])
 
 
-def test_a_method_that_finds_nothing_to_do_tells_why():
+def test_a_method_that_finds_nothing_to_do_says_why():
   params = {"scale": jnp.ones((4, 4))}
   layers = optax_boost.layer_axes(lambda p, x: jnp.sum(x @ UNHEARD_OF.bind(p["scale"])), params, X)
   message = "finds no kernel to centralize. .* there is no rule for .* `unheard_of`"
@@ -108,7 +108,7 @@ def test_a_method_that_finds_nothing_to_do_tells_why():
     optax_boost.centralize(layers=layers).init(params)
 
 
-def test_groups_by_layers_that_a_primitive_hides_tell_why():
+def test_groups_by_layers_warn_of_the_primitive_that_hides_the_layers():
   with pytest.warns(optax_boost.NoEffectWarning, match=f"no leaf that holds many layers.* {NAMED}"):
     optax_boost.dim_reduce(lambda params: None, groups=described())
 

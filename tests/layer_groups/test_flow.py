@@ -73,7 +73,7 @@ def test_the_leaves_upstream_of_each_use(loss, first, ever, wrap):
   assert named(flow.recurrent) == (["ab"] if loss is looped else [])
 
 
-def test_a_sum_over_experts_is_no_recurrence():
+def test_a_sum_over_experts_is_not_a_recurrence():
   def loss(params, x):
     def add(total, _):
       return total + jnp.tanh(x @ params["a"]) @ params["b"], None

@@ -403,7 +403,7 @@ def parallel(params, x):
   return sum(jnp.mean(jnp.tanh(x @ p["up"]) @ p["down"]) for p in params.values())
 
 
-def test_numbered_modules_side_by_side_are_no_series():
+def test_numbered_modules_side_by_side_are_not_a_series():
   params = {f"cell_{i}": {"up": KERNEL, "down": KERNEL} for i in range(2)}
   words = (
     r'told the blocks of this model: .* Pass blocks=\("cell_0", "cell_1"\) for these modules, side'

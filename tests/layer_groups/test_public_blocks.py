@@ -158,7 +158,7 @@ def siglip_loss(p, batch):
   return jnp.mean(jax.nn.log_sigmoid(image @ y.T * jnp.exp(p["t"]) + p["b"]))
 
 
-def test_the_towers_of_siglip_are_asked_about_and_have_equal_rates_as_they_are_side_by_side():
+def test_the_towers_of_siglip_are_asked_about_and_have_equal_rates_because_they_are_side_by_side():
   params, batch = siglip(), (PATCHES, TOKENS)
   answers = asked(r"finds 2 series of blocks", siglip_loss, params, batch)
   # Neither tower follows the other, so side by side is the first answer.
@@ -324,7 +324,7 @@ def detr_loss(p, images):
   return jnp.mean(apply_dense(p["class_embed"], y)) + jnp.mean(boxes)
 
 
-def test_detr_is_asked_about_as_it_has_a_backbone_an_encoder_and_a_decoder():
+def test_detr_is_asked_about_because_it_has_a_backbone_an_encoder_and_a_decoder():
   params, images = detr(), jax.ShapeDtypeStruct((2, 8, 8, 3), jnp.float32)
   answers = asked(r"finds 3 series of blocks", detr_loss, params, images)
   encoder, decoder = "transformer/encoder/layers/", "transformer/decoder/layers/"
@@ -490,7 +490,7 @@ def test_an_lstm_is_a_group_and_so_is_each_of_several():
   holds(plan, params, "Embed_0", *(f"OptimizedLSTMCell_{i}" for i in range(3)), "Dense_0")
 
 
-def test_the_directions_of_a_bilstm_are_asked_about_and_are_no_chain():
+def test_the_directions_of_a_bilstm_are_not_a_chain_and_are_asked_about():
   loss, params, *args = recurrent("both ways")
   answers = asked(r"must be told the blocks", loss, params, *args)
   cells = ("OptimizedLSTMCell_0", "OptimizedLSTMCell_1")

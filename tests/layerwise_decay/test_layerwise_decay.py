@@ -88,7 +88,7 @@ def test_an_optimizer_that_permutes_the_params_is_refused(inner):
 
 
 @pytest.mark.parametrize("half", [False, True])
-def test_what_follows_the_params_inside_sees_them_decayed(half):
+def test_transformations_inside_that_follow_the_params_see_decayed_params(half):
   """In NumPy: float32 masters of params whose rates are 0.125, 0.25, 0.5 and 1."""
   dtype = jnp.bfloat16 if half else jnp.float32
   inner = optax_boost.average_params(optax_boost.master_weights(optax.sgd(2.0**-6)), start=0)

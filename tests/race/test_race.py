@@ -243,7 +243,7 @@ def test_corrected_p_values_are_the_smallest_levels_at_which_holms_procedure_rej
     np.testing.assert_allclose(_result.holm(p_values), expected, rtol=1e-12)
 
 
-def test_p_values_are_those_of_students_t_test():
+def test_p_values_equal_students_t_test():
   rng = np.random.default_rng(0)
   for n in (2, 3, 10):
     differences = rng.normal(0.5, size=n)
@@ -337,7 +337,7 @@ def test_the_conclusion_says_which_method_is_better_and_by_how_much():
   assert "test accuracy: better by" in RaceResult((0, 1, 2), curves, worse.spent).conclusion()
 
 
-def test_the_conclusion_says_where_the_seeds_can_not_tell():
+def test_the_conclusion_says_if_the_seeds_can_not_tell():
   mixed = [[3, 2, 1.0], [3, 2, 2.6], [3, 2, 2.0]]
   slower = ((1, 2, 3), (2, 4, 6))
   result = result_of(sgd=(HIGH,), adam=(mixed, *slower))

@@ -47,7 +47,7 @@ def assert_equal_trees(left, right):
 
 @pytest.mark.parametrize("length", [1, 3, 4, 6, 12])
 @pytest.mark.parametrize("name", BATCHES)
-def test_windows_are_those_of_a_loop_over_sequences(name, length):
+def test_windows_equal_the_windows_of_a_loop_over_sequences(name, length):
   batch = BATCHES[name]
   expected = jax.tree.map(lambda x: by_loops(x, length), batch)
   cut = cut_sequences(batch, length, FULL)
@@ -101,7 +101,7 @@ def test_a_leaf_may_be_cut_along_another_axis_and_micro_batches_by_vmap():
   np.testing.assert_array_equal(cut[1], by_loops(TOKENS + 1, 4))
 
 
-def test_batches_as_long_as_the_sequences_are_no_ambiguity():
+def test_batches_as_long_as_the_sequences_are_not_ambiguous():
   square = np.arange(144).reshape(12, 12)
   assert cut_sequences(square, 4, 12).shape == (36, 4)
 
@@ -339,7 +339,7 @@ def test_batches_of_other_libraries_are_cut_as_by_hand(name):
   jax.tree.map(np.testing.assert_array_equal, jitted, cut)
 
 
-def test_leaves_that_must_be_named_are_those_of_other_lengths_and_pairs():
+def test_leaves_of_other_lengths_and_leaves_of_pairs_must_be_named():
   unnamed = {
     "MaxText's, packed": set(),
     "T5X's, of two lengths": {"encoder_input_tokens"},

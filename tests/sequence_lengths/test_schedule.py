@@ -15,7 +15,7 @@ from optax_boost import sequence_length_warmup
 @pytest.mark.parametrize("growth", ["linear", "doubling"])
 @pytest.mark.parametrize(("full", "first"), [(128, 16), (128, 8), (96, 12), (100, 20), (90, 15)])
 @pytest.mark.parametrize("fraction", [0.3, 0.75])
-def test_a_length_begins_where_the_growing_length_reaches_it(full, first, growth, fraction):
+def test_a_length_begins_when_the_growing_length_reaches_it(full, first, growth, fraction):
   steps = 1000
   schedule = sequence_length_warmup(
     full, steps, first_length=first, warmup_fraction=fraction, growth=growth
@@ -48,7 +48,7 @@ def test_the_first_length_is_the_least_divisor_from_an_eighth_on():
     assert sequence_length_warmup(full, 1000).lengths[0] == expected
 
 
-def test_a_short_training_leaves_lengths_out_that_have_no_step():
+def test_a_short_training_leaves_out_lengths_without_a_step():
   schedule = sequence_length_warmup(128, 4, warmup_fraction=0.75)
   assert schedule.starts == tuple(sorted(set(schedule.starts)))
   assert [schedule(step) for step in range(4)] == [32, 64, 64, 128]

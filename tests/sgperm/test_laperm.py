@@ -35,7 +35,7 @@ def synchronized(initial, trained):
 
 
 @pytest.mark.optimized
-def test_weights_are_ordered_also_if_they_differ_in_their_last_bits_alone():
+def test_weights_that_differ_only_in_their_last_bits_are_ordered():
   rng = np.random.default_rng(6)
   normal = rng.normal(size=(300, 3))
   narrow = 1 + np.finfo(np.float32).eps * rng.integers(0, 512, (300, 3))

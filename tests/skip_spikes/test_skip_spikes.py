@@ -53,7 +53,7 @@ NORMS = {
 
 @pytest.mark.parametrize("name", NORMS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_steps_are_skipped_that_the_formula_says(name, dtype):
+def test_the_wrapper_skips_the_steps_that_the_formula_says(name, dtype):
   skipped, state = run(NORMS[name], dtype=dtype)
   assert skipped == spikes(NORMS[name])
   assert int(state.spike_count) == sum(skipped)
@@ -66,13 +66,13 @@ def test_after_a_lasting_rise_steps_are_made_again():
   assert not any(skipped[-5:])
 
 
-def test_norms_of_zero_are_no_usual_norms():
+def test_norms_of_zero_do_not_count_as_usual_norms():
   skipped, _ = run(NORMS["zeros first"])
   assert not any(skipped)
 
 
 @pytest.mark.parametrize("around", [True, False])
-def test_with_a_loss_scale_the_norm_is_of_the_unscaled_gradient(around):
+def test_with_a_loss_scale_the_norm_is_taken_of_the_unscaled_gradient(around):
   inner = optax.sgd(1.0)
   spiking = lambda tx: optax_boost.skip_spikes(tx, FACTOR, DECAY, start=START)  # noqa: E731
   scaled = lambda tx: optax_boost.dynamic_loss_scale(tx, 8.0)  # noqa: E731
@@ -90,7 +90,7 @@ def test_with_a_loss_scale_the_norm_is_of_the_unscaled_gradient(around):
   assert optax.tree.get(state, "notfinite_count") == 1
 
 
-def test_around_a_loss_scale_of_a_part_the_norm_is_of_all_leaves():
+def test_around_a_partial_loss_scale_the_norm_covers_all_leaves():
   inner = optax.partition(
     {"x": optax_boost.dynamic_loss_scale(optax.sgd(1.0), 1024.0), "y": optax.sgd(1.0)},
     {"a": "x", "b": "y"},

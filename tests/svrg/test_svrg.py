@@ -606,7 +606,7 @@ def test_a_missing_grad_fn_is_named():
     tx.update(START, tx.init(START), START)
 
 
-def test_a_missing_full_grad_fn_is_named_with_both_ways_out():
+def test_an_error_for_a_missing_full_grad_fn_names_both_remedies():
   step = optax_boost.make_train_step(loss_fn, optax_boost.svrg(3))
   message = r"needs the extra argument `full_grad_fn` .* got none. .*make_train_step.*or refresh on"
   with pytest.raises(ValueError, match=message):

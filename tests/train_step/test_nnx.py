@@ -534,7 +534,7 @@ def test_models_with_named_axes_train_on_a_mesh(tx, number, kind):
 
 @pytest.mark.parametrize("tx", [optax.adam(0.1), optax.sgd(0.1, momentum=0.9)])
 def test_layers_cut_in_both_ways_keep_their_sharding_in_one_program(tx):
-  """Of the bias between them, XLA would have each device keep the part that it computes."""
+  """Left to itself, XLA lets each device keep the part of the bias that it computes."""
   spec = jax.sharding.PartitionSpec
   mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
 

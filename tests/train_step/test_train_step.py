@@ -480,7 +480,7 @@ def test_sharded_params_stay_sharded_and_the_second_step_does_not_recompile(tx):
 
 @pytest.mark.parametrize("tx", [optax.adam(0.1), optax_boost.lars(1.0)], ids=["adam", "lars"])
 def test_layers_cut_in_both_ways_keep_their_sharding_in_one_program(tx):
-  """Of the bias between them, XLA would have each device keep the part that it computes."""
+  """Left to itself, XLA lets each device keep the part of the bias that it computes."""
   spec = jax.sharding.PartitionSpec
   mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
   specs = {"up": spec(None, "model"), "bias": spec(), "down": spec("model", None)}

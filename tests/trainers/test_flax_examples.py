@@ -296,6 +296,6 @@ def test_a_flax_example_trains_with_a_method_as_its_optimizer(program, method):
   methods.check(program, method)
 
 
-def test_a_trainer_that_passes_gradients_only_is_told_the_argument_of_svrg():
+def test_a_trainer_that_passes_only_gradients_gets_an_error_that_names_the_argument_of_svrg():
   with pytest.raises(ValueError, match="`svrg` needs the extra argument `grad_fn`"):
     mnist_linen(optax.chain(optax_boost.svrg(refresh_every=2), methods.INNER))

@@ -58,7 +58,7 @@ def test_another_state_is_named_by_what_tells_it_apart(tx, state, words, door):
     steps(tx, state)[door]()
 
 
-def test_gradients_of_others_are_blamed_even_if_the_state_is_of_others_too():
+def test_the_error_is_about_the_gradients_even_if_the_state_also_belongs_to_other_params():
   tx = optax_boost.accumulate(optax.sgd(0.1), 2)
   with pytest.raises(ValueError, match=r"got gradients that lack \['b'\]. Pass the params that"):
     tx.update(OTHERS, tx.init(OTHERS), PARAMS)

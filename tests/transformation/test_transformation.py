@@ -258,7 +258,7 @@ def test_half_precision_hidden_from_a_loss_scale_is_refused_with_the_order_that_
 
 
 @pytest.mark.parametrize("bad", [None, jnp.nan])
-def test_whether_a_step_was_made_travels_outwards_through_wrappers_of_optax(bad):
+def test_wrappers_of_optax_pass_on_whether_a_step_was_made(bad):
   inner = optax.masked(optax_boost.accumulate(optax.sgd(1.0), 2), True)
   tx, params = optax_boost.average_params(inner, start=0), jnp.zeros(2)
   state, made = tx.init(params), []
@@ -458,7 +458,7 @@ def test_a_wrapper_is_rebuilt_around_another_optimizer(name):
   ],
   ids=["schedule_free", "mechanize", "sam"],
 )
-def test_an_average_in_what_makes_updates_of_its_own_is_refused(make):
+def test_an_average_inside_a_transformation_that_makes_its_own_updates_is_refused(make):
   with pytest.raises(ValueError, match=r"`average_params` around the whole"):
     make(averaged(SGD)).init(PARAMS)
 

@@ -131,18 +131,18 @@ def complaints(row, argument, values, errors, words):
 
 
 @first_row_of_each_factory
-def test_gradients_of_others_are_refused(row):
+def test_gradients_of_other_params_are_refused(row):
   assert not complaints(row, "updates", TREES, ValueError, "gradients|leaf")
 
 
 @first_row_of_each_factory
-def test_params_of_others_are_refused(row):
+def test_params_that_the_state_was_not_made_for_are_refused(row):
   values = TREES | ({"None": None} if row.needs_params else {})
   assert not complaints(row, "params", values, ValueError, "params|leaf")
 
 
 @first_row_of_each_factory
-def test_states_of_others_are_refused(row):
+def test_states_of_other_params_or_transformations_are_refused(row):
   # A chain of optax raises ValueError.
   assert not complaints(row, "state", STATES, (TypeError, ValueError), "state")
 
