@@ -3,7 +3,6 @@
 from typing import Any, NamedTuple
 
 from _transformer_training import Run
-from matplotlib import patheffects
 from matplotlib.figure import Figure
 import numpy as np
 
@@ -148,6 +147,9 @@ def picture(results: Results) -> Figure:
     axes.set_xlabel("seconds of processor time", fontsize=14)
     axes.set_ylabel("test loss, nats per character", fontsize=14)
     axes.set_xlim(left=0)
+  figure.draw_without_rendering()  # the layout, which says where lines lie
+  _name_ends(left, results.training)
+  _name_ends(middle, results.tuning)
   return figure
 
 
@@ -164,7 +166,6 @@ def _draw_training(axes: Any, results: Results) -> None:
   _title(axes, "Training from scratch", finding)
   for name, run in results.training.items():
     axes.plot(run.seconds, run.losses, color=_COLOURS[name], linewidth=3)
-    _end(axes, name, run, above=name == O0)
   loss, end = plain.losses[-1], plain.seconds[-1]
   axes.axhline(loss, color=_GREY, linewidth=1.5, linestyle=":", zorder=0)
   if share is not None:
@@ -182,28 +183,42 @@ def _draw_tuning(axes: Any, results: Results) -> None:
   for name, run in runs.items():
     seconds, losses = np.append(0.0, run.seconds), np.append(results.before, run.losses)
     axes.plot(seconds, losses, color=_COLOURS[name], linewidth=3)
-  worse = max(ALL, DECAY, key=lambda name: runs[name].losses[-1])
-  for name in runs:
-    _end(axes, name, runs[name], above=name == worse)
-  axes.margins(y=0.15)
+  axes.margins(0.15)
 
 
-def _end(axes: Any, name: str, run: Run, *, above: bool) -> None:
-  """Marks the end of a curve and names it."""
-  point = run.seconds[-1], run.losses[-1]
-  axes.plot(*point, "o", color=_COLOURS[name], markersize=11)
-  axes.annotate(
-    name,
-    point,
-    (0, 14 if above else -12),
-    textcoords="offset points",
-    ha="right",
-    va="bottom" if above else "top",
-    fontsize=17,
-    fontweight="bold",
-    color=_COLOURS[name],
-    path_effects=[patheffects.withStroke(linewidth=4, foreground="white")],
-  )
+def _name_ends(axes: Any, runs: dict[str, Run]) -> None:
+  """Marks the ends of the curves, and names each near its end, off all lines and other names."""
+  for name, run in runs.items():
+    axes.plot(run.seconds[-1], run.losses[-1], "o", color=_COLOURS[name], markersize=11)
+  curves = [line.get_path().transformed(line.get_transform()) for line in axes.lines]
+  inside, taken = axes.get_window_extent(), []
+
+  def collisions(label: Any) -> int:
+    box = label.get_window_extent().padded(5)
+    crossed = sum(curve.intersects_bbox(box, filled=False) for curve in curves)
+    ends = sum(box.padded(8).count_contains(curve.vertices[-1:]) for curve in curves)
+    corners_outside = 4 - inside.count_contains(box.corners())
+    return crossed + ends + box.count_overlaps(taken) + corners_outside
+
+  for name in sorted(runs, key=len, reverse=True):  # a long name fits in fewer places
+    run = runs[name]
+    label = axes.annotate(
+      name,
+      (run.seconds[-1], run.losses[-1]),
+      (0, 0),
+      textcoords="offset points",
+      fontsize=17,
+      fontweight="bold",
+      color=_COLOURS[name],
+    )
+    places = [
+      {"position": (0, side * away), "ha": ha, "va": "bottom" if side > 0 else "top"}
+      for away in range(12, 120, 4)
+      for side in (1, -1)
+      for ha in ("right", "center")
+    ]
+    label.set(**min(places, key=lambda place: (label.set(**place), collisions(label))[1]))
+    taken.append(label.get_window_extent())
 
 
 def _draw_memory(axes: Any, results: Results) -> None:
