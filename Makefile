@@ -47,7 +47,7 @@ test-cpus: $(READY)
 NEWER := tests/adasum tests/trainers/test_equinox.py optax_boost/_methods/_adasum
 # Of the pages, the programs with AdaSum, with Equinox, and with `nnx.List` or `nnx.as_pure`, which
 # came with Flax 0.12.
-NEWER_PAGES := cards/adasum.md cards/auto_boost.md-NNX guides/fine_tuning.md-NNX guides/trainers.md index.md \
+NEWER_PAGES := cards/adasum.md cards/auto_boost.md-NNX guides/fine_tuning.md-NNX guides/trainers.md \
   quickstart.md-Equinox
 test-oldest:
 	$(PYTHON) -m venv .venv-oldest

@@ -112,6 +112,16 @@ def test_the_page_for_choosing_has_the_wishes_of_the_tables_in_their_order():
   assert bold == [script["caption"](wish) for wish in script["WISHES"]]
 
 
+@pytest.mark.parametrize(
+  "page", [README, DOCS / "index.md", DOCS / "choosing.md"], ids=lambda p: p.stem
+)
+def test_no_cell_of_a_table_is_longer_than_25_words(page):
+  text = re.sub(r"\]\([^)]*\)", "]", page.read_text(encoding="utf-8"))
+  cells = re.findall(r"(?<=\|)[^|\n]+(?=\|)", text)
+  assert cells
+  assert not [cell for cell in cells if len(cell.split()) > 25]
+
+
 def test_a_card_without_a_header_is_refused_with_the_form_it_needs(tmp_path):
   script = runpy.run_path(str(DOCS / "card_tables.py"))
   (tmp_path / "method.md").write_text("# `method`\n\n**Verdict:** helps.\n", encoding="utf-8")
