@@ -159,4 +159,4 @@ $(READY): pyproject.toml
 	touch $(READY)
 
 clean:
-	rm -rf .venv .venv-tools .venv-oldest .venv-devices .venv-dist build dist docs/build out
+	rm -rf .venv .venv-tools .venv-oldest .venv-devices .venv-dist build dist docs/build docs/results out

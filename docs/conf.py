@@ -73,10 +73,9 @@ FIRST = 22  # characters of the first column, whose text goes on in the next lin
 LONG = 24  # characters of code in a table that stay in one line
 FIGURE = re.compile(r"[-+]?[\d.,e-]+( ± [\d.e-]+)?( %)?")  # in a table; stays in one line
 RESULTS = pathlib.Path(__file__).parent.parent / "benchmarks" / "results"
-INCLUDE = """
-(results-{0})=
-```{{include}} ../benchmarks/results/{0}.md
-:heading-offset: 1
+# The page of a table of benchmarks/results.
+RESULT = """(results-{0})=
+```{{include}} ../../benchmarks/results/{0}.md
 :relative-images:
 ```
 """
@@ -112,11 +111,22 @@ def shorten(app, what, name, obj, options, signature, result):
   return signature and DEFAULT.sub(lambda default: default[1] or "...", signature), result
 
 
+def write_results(app):
+  """Writes a page for each table of benchmarks/results into docs/results, which git ignores."""
+  folder = pathlib.Path(app.srcdir) / "results"
+  folder.mkdir(exist_ok=True)
+  for page in folder.glob("*.md"):
+    if not (RESULTS / page.name).exists():
+      page.unlink()
+  for path in RESULTS.glob("*.md"):
+    page = folder / path.name
+    if not page.exists():
+      page.write_text(RESULT.format(path.stem), encoding="utf-8")
+
+
 def link(app, docname, source):
   """Makes links that hold in the repository hold in the pages, which lie elsewhere."""
   text = source[0]
-  if docname == "results":
-    text += "".join(INCLUDE.format(path.stem) for path in sorted(RESULTS.glob("*.md")))
   text = re.sub(r"\]\([./]*benchmarks/results/(\w+)\.md\)", r"](#results-\1)", text)
   names = re.search(r"^- \*\*API:\*\* .*", text, re.MULTILINE)
   if names and docname.startswith("cards/"):
@@ -225,6 +235,7 @@ def show_part(translator, node):
 
 def setup(app):
   """Connects the functions above."""
+  app.connect("builder-inited", write_results)
   app.connect("autodoc-process-signature", shorten)
   app.connect("autodoc-skip-member", hide_tuple_fields)
   app.connect("source-read", link)

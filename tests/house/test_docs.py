@@ -17,7 +17,9 @@ import optax_boost.nnx
 from tests.house import pages
 
 DOCS = pathlib.Path(__file__).parents[2] / "docs"
-PAGES = sorted(p for p in DOCS.rglob("*.md") if "build" not in p.relative_to(DOCS).parts)
+# `build` and `results` are made with the pages.
+MADE = {"build", "results"}
+PAGES = sorted(p for p in DOCS.rglob("*.md") if not MADE & set(p.relative_to(DOCS).parts))
 CARDS = sorted(p for p in (DOCS / "cards").glob("*.md") if p.name != "index.md")
 FORMS = ("NNX", "Linen", "JAX", "Equinox")
 
