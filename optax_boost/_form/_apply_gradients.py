@@ -1,11 +1,11 @@
-"""Makes updates and adds them to the params in one call, in place."""
+"""``apply_gradients``: computes updates and adds them to the params in one call, in place."""
 
 from typing import Any
 
 import optax
 
 from optax_boost._form import _driver, _state_check
-from optax_boost._foundation import _arrays, _checks, _extra_args, _tree_checks
+from optax_boost._foundation import _arrays, _checks, _extra_args, _tree_checks, _types
 
 
 def apply_gradients(
@@ -17,14 +17,14 @@ def apply_gradients(
 ) -> tuple[optax.Params, optax.OptState]:
   """Makes a step in place: ``tx.update`` and ``optax.apply_updates`` in one call.
 
-  The same arithmetic as ``tx.update``. If :func:`accumulate`, :func:`dynamic_loss_scale`,
+  The arithmetic is that of ``tx.update``. If :func:`accumulate`, :func:`dynamic_loss_scale`,
   :func:`master_weights`, :func:`stochastic_rounding` or :func:`average_params` is outermost, or
-  directly inside one of these, a step that is skipped touches neither params nor inner state, and
-  needs no memory for updates. :func:`make_train_step` makes its steps so. Call it under ``jax.jit``
+  directly inside one of these, a skipped step touches neither params nor inner state, and needs no
+  memory for updates. :func:`make_train_step` makes its steps this way. Call it under ``jax.jit``
   with params and state donated, in this order: JAX matches donated inputs to outputs by shape, in
-  order, and XLA copies if the two are not the same array.
+  order, and XLA copies an array that is matched with another one.
 
-  The params of :func:`sgperm` and :func:`laperm` are exactly the permuted ones;
+  The params of :func:`sgperm` and :func:`laperm` become exactly the permuted ones;
   ``optax.apply_updates`` may be one rounding off.
 
   Args:
@@ -32,7 +32,8 @@ def apply_gradients(
     grads: the gradients, a tree of the params' structure and shapes.
     opt_state: the state of `tx`.
     params: the params.
-    **extra_args: of ``tx.update``, such as `value` or the `weight` of :func:`accumulate`.
+    **extra_args: extra arguments of ``tx.update``, such as `value`, or the `weight` of
+      :func:`accumulate`.
 
   Returns:
     The new params and the new state.
@@ -53,7 +54,7 @@ def apply_gradients(
     [-2.0, -4.0]
 
   .. note::
-    Reverse-mode differentiation through such a step needs ``tx.update``.
+    To differentiate through a step in reverse mode, use ``tx.update``.
   """
   # XLA 24: params come before the state in the results, so that both can be donated in this order.
   tx = _checks.check_transformation("tx", tx)
@@ -68,11 +69,11 @@ def step_in_place(
   grads: optax.Updates,
   opt_state: optax.OptState,
   params: optax.Params,
-  extra_args: dict[str, Any],
+  extra_args: _types.ExtraArgs,
 ) -> tuple[optax.Params, optax.OptState]:
   """The new params and state, from checked arguments."""
 
-  def gradients() -> tuple[optax.Updates, dict[str, Any]]:
+  def gradients() -> tuple[optax.Updates, _types.ExtraArgs]:
     return grads, dict(extra_args)
 
   call = _driver.Call(gradients, params, plan=_driver.APPLY_IN_PLACE)

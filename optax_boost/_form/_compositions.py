@@ -1,9 +1,9 @@
-"""The transformations that a transformation holds, whoever made it.
+"""Finds and replaces the transformations that a transformation holds.
 
-One of this package names them in its :class:`~optax_boost._form._form.Form`. A user's wrapper names
-them by an attribute `wraps` of its ``update``, or of the object whose method it is: a
-transformation or a tuple of them. The compositions of optax keep them in variables of their
-``update``; one table says in which, and where the state of each part is.
+A transformation of this package names them in its :class:`~optax_boost._form._form.Form`. A user's
+wrapper names them by an attribute `wraps` of its ``update`` function, or of the object whose method
+``update`` is: a transformation or a tuple of transformations. A composition of optax keeps them in
+variables of its ``update``; the table ``_OPTAX`` says in which, and where their states are.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,23 +18,24 @@ import optax
 
 from optax_boost._form import _form
 
+# The function ``update`` of a transformation.
 Update: TypeAlias = Callable[..., Any]
 
 
 class _Composition(NamedTuple):
-  """A function of optax whose transformation holds others.
+  """What is known of a function of optax whose transformation holds other transformations.
 
   Attributes:
-    variables: the variables in which its ``update`` keeps them.
-    states: from its state, and the variables' values, to their states in the same order. None:
-      their leaves have other paths than those of the whole.
+    variables: the variables of its ``update`` that hold them.
+    states: from its state and the values of these variables to the states of the held
+      transformations, in the same order. None if their leaves have other paths.
   """
 
   variables: tuple[str, ...]
-  states: Callable[..., Sequence[Any]] | None
+  states: Callable[..., Sequence[optax.OptState]] | None
 
 
-def _in_fields(*fields: str) -> Callable[..., Sequence[Any]]:
+def _in_fields(*fields: str) -> Callable[..., Sequence[optax.OptState]]:
   return lambda state, *values: [getattr(state, field) for field in fields]
 
 
@@ -62,9 +63,11 @@ _OPTAX = {
 def mapped(
   tx: optax.GradientTransformationExtraArgs, function: Callable[[optax.Updates], optax.Updates]
 ) -> optax.GradientTransformationExtraArgs:
-  """A transformation of the same states, whose updates pass through a function."""
+  """A transformation with the same states that applies a function to its updates."""
 
-  def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+  def update(
+    grads: optax.Updates, state: optax.OptState, params: optax.Params | None = None, **extra: Any
+  ) -> tuple[optax.Updates, optax.OptState]:
     updates, state = tx.update(grads, state, params, **extra)
     return function(updates), state
 
@@ -73,7 +76,7 @@ def mapped(
 
 
 def name_in_optax(update: Update) -> str | None:
-  """The function of optax that made an ``update``, as ``"chain"``; None: another's."""
+  """The name of the function of optax that made an ``update``, such as ``"chain"``, or None."""
   from_optax = (getattr(update, "__module__", None) or "").partition(".")[0] == "optax"
   if not from_optax or hasattr(update, "__wrapped__"):
     return None
@@ -81,6 +84,7 @@ def name_in_optax(update: Update) -> str | None:
 
 
 def _variables(update: Any) -> dict[str, Any]:
+  """The variables of enclosing functions that an ``update`` uses, by name."""
   names, cells = update.__code__.co_freevars, update.__closure__ or ()
   return {name: cell.cell_contents for name, cell in zip(names, cells, strict=True)}
 
@@ -90,9 +94,9 @@ def _composition(update: Update) -> _Composition | None:
 
 
 def parts(update: Update) -> list[Update]:
-  """The ``update`` functions of the transformations that a transformation holds.
+  """The ``update`` functions of the transformations that a transformation holds directly.
 
-  ``optax.inject_hyperparams`` makes its one in each step: there is none before.
+  ``optax.inject_hyperparams`` makes a new transformation in each step, so it holds none.
   """
   form = _form.form_of(update)
   if form is not None:
@@ -119,8 +123,8 @@ def parts(update: Update) -> list[Update]:
   return found
 
 
-def states_of_parts(update: Update, state: Any) -> Sequence[Any] | None:
-  """The states of :func:`parts`; None if :func:`with_parts` can't replace them.
+def states_of_parts(update: Update, state: optax.OptState) -> Sequence[optax.OptState] | None:
+  """The states of :func:`parts`, or None if :func:`with_parts` can't replace these parts.
 
   `state` may be any tree of the state's structure.
   """
@@ -139,11 +143,11 @@ def states_of_parts(update: Update, state: Any) -> Sequence[Any] | None:
 
 
 def with_parts(update: Any, replace: Callable[[int, Update], Update]) -> Update:
-  """The same transformation with other parts: ``replace(i, update)`` for the i-th of them."""
-  places = itertools.count()
+  """The same transformation with ``replace(i, update)`` in place of its i-th part."""
+  indices = itertools.count()
 
   def replaced(value: Any) -> Any:
-    return _map_updates(value, lambda part: replace(next(places), part))
+    return _map_updates(value, lambda part: replace(next(indices), part))
 
   form = _form.form_of(update)
   if form is not None and form.rebuild is not None:
@@ -166,7 +170,7 @@ def with_parts(update: Any, replace: Callable[[int, Update], Update]) -> Update:
     new = {"inner_factory": lambda **hyperparams: replaced(factory(**hyperparams))}
   else:
     new = {name: replaced(variables[name]) for name in composition.variables}
-  # The same function with other values of its variables.
+  # A copy of the function with new values of these variables.
   names, cells = update.__code__.co_freevars, update.__closure__
   function = types.FunctionType(
     update.__code__,
@@ -187,7 +191,7 @@ def _is_jitted(update: Any) -> bool:
 
 
 def _map_updates(value: Any, function: Callable[[Update], Update]) -> Any:
-  """A variable of optax with its ``update`` functions replaced; a container of them, or one."""
+  """Replaces each ``update`` function in the value of a variable, which may be a container."""
   if isinstance(value, optax.GradientTransformation):
     return optax.GradientTransformationExtraArgs(value.init, function(value.update))
   if isinstance(value, dict):
@@ -199,9 +203,11 @@ def _map_updates(value: Any, function: Callable[[Update], Update]) -> Any:
 
 def around_innermost(
   tx: optax.GradientTransformationExtraArgs,
-  function: Callable[[Any], optax.GradientTransformationExtraArgs],
+  function: Callable[
+    [optax.GradientTransformationExtraArgs], optax.GradientTransformationExtraArgs
+  ],
 ) -> optax.GradientTransformationExtraArgs:
-  """The same wrappers of ours around ``function(optimizer)``, for the optimizers that they hold."""
+  """The same wrappers of this package around ``function(tx)`` for each innermost `tx`."""
   form = _form.form_of(tx.update)
   if form is None or not form.holds_an_optimizer or form.rebuild is None:
     return function(tx)
@@ -209,7 +215,7 @@ def around_innermost(
 
 
 def updates_in(tx: optax.GradientTransformation) -> Iterator[Update]:
-  """The ``update`` functions of a transformation, each before those that it holds."""
+  """The ``update`` functions of a transformation and of all inside it, outermost first."""
   pending = [tx.update]
   while pending:
     update = pending.pop()
@@ -218,13 +224,13 @@ def updates_in(tx: optax.GradientTransformation) -> Iterator[Update]:
 
 
 def forms(tx: optax.GradientTransformation) -> list[_form.Form]:
-  """The forms of all transformations of ours in a transformation, each before those inside it."""
+  """The forms of a transformation and of all inside it that have one, outermost first."""
   forms_or_none = map(_form.form_of, updates_in(tx))
   return [form for form in forms_or_none if form is not None]
 
 
 def names_extra_argument(tx: optax.GradientTransformation, name: str) -> bool:
-  """Whether a transformation, or one that it holds, names an extra argument."""
+  """Whether a transformation, or one inside it, names an extra argument."""
   for update in updates_in(tx):
     form = _form.form_of(update)
     named = inspect.signature(update).parameters if form is None else form.extra_args

@@ -33,13 +33,11 @@ Gradients: TypeAlias = Callable[[], tuple[optax.Updates, _types.ExtraArgs]]
 Change: TypeAlias = Callable[
   [optax.GradientTransformationExtraArgs], optax.GradientTransformationExtraArgs
 ]
-# A scalar bool array, or Python's True for a condition that always holds.
-Condition: TypeAlias = Any
 # The params, or what :class:`ParamsAccess` reads them from.
 StoredParams: TypeAlias = Any
 
 
-def _unchanged(x: Any) -> Any:
+def _identity(x: Any) -> Any:
   return x
 
 
@@ -50,14 +48,14 @@ class ParamsAccess(NamedTuple):
     read: from the stored params to the params that the transformation sees.
     write: from the stored params, the new params and the old ones that `read` gave, to the new
       stored params.
-    read_new: from the new stored params to the new params.
+    read_new: from the new stored params to the new params, as the transformation sees them.
   """
 
-  read: Callable[[StoredParams], optax.Params] = _unchanged
+  read: Callable[[StoredParams], optax.Params] = _identity
   write: Callable[[StoredParams, optax.Params, optax.Params], StoredParams] = (
     lambda stored, new, old: new
   )
-  read_new: Callable[[StoredParams], optax.Params] = _unchanged
+  read_new: Callable[[StoredParams], optax.Params] = _identity
 
 
 _DIRECT_ACCESS = ParamsAccess()
@@ -82,12 +80,14 @@ class StepPlan:
   applies_updates: bool
   in_place: bool
   checks_result: bool = False
-  on_all_devices: Callable[[jax.Array], jax.Array] = _unchanged
-  change: Change = _unchanged
+  on_all_devices: Callable[[_types.BoolScalar], _types.BoolScalar] = _identity
+  change: Change = _identity
   cast_updates: Callable[[optax.Updates], optax.Updates] | None = None
   access: ParamsAccess = _DIRECT_ACCESS
 
-  def with_check(self, on_all_devices: Callable[[jax.Array], jax.Array]) -> "StepPlan":
+  def with_check(
+    self, on_all_devices: Callable[[_types.BoolScalar], _types.BoolScalar]
+  ) -> "StepPlan":
     """The same plan, but a step is skipped if its result has an entry that becomes not finite."""
     outer = self.on_all_devices
     return dataclasses.replace(
@@ -100,7 +100,7 @@ class StepPlan:
     return dataclasses.replace(self, change=lambda tx: outer(change(tx)))
 
   def compute_if(
-    self, condition: Condition, function: Callable[..., Sequence[Any]], *carry: Any
+    self, condition: _types.Condition, function: Callable[..., Sequence[Any]], *carry: Any
   ) -> tuple[Any, ...]:
     """Calls ``function(*carry)`` if `condition`, else returns `carry`: ``(called, *results)``."""
     if condition is True:
@@ -133,7 +133,7 @@ class Call(NamedTuple):
 
   gradients: Gradients
   stored_params: StoredParams
-  makes_step: Condition = True
+  makes_step: _types.Condition = True
   plan: StepPlan = RETURN_UPDATES
 
   @property
@@ -141,7 +141,7 @@ class Call(NamedTuple):
     """The params that the transformation sees; None if ``update`` was called without."""
     return None if self.stored_params is None else self.plan.access.read(self.stored_params)
 
-  def passes(self, check: Callable[[], jax.Array]) -> jax.Array:
+  def passes(self, check: Callable[[], _types.BoolScalar]) -> _types.BoolScalar:
     """The result of a check, which is computed only if the step is to be made; otherwise True."""
     if self.makes_step is True:
       return check()
@@ -149,7 +149,7 @@ class Call(NamedTuple):
     return passed
 
   def compute_if(
-    self, condition: Condition, function: Callable[..., Sequence[Any]], *carry: Any
+    self, condition: _types.Condition, function: Callable[..., Sequence[Any]], *carry: Any
   ) -> Sequence[Any]:
     """``function(*carry)`` if `condition` and the step is to be made, else `carry`; in place."""
     condition = _conditionals.both(self.makes_step, condition)
@@ -168,9 +168,9 @@ class Outcome(NamedTuple):
   """
 
   result: Any
-  state: Any
-  made: Condition
-  failed_check: jax.Array
+  state: optax.OptState
+  made: _types.Condition
+  failed_check: _types.BoolScalar
 
 
 class Wrapper(Protocol):
@@ -185,16 +185,18 @@ class Wrapper(Protocol):
   def inner(self) -> optax.GradientTransformationExtraArgs:
     """The transformation about whose steps it decides."""
 
-  def init(self, params: optax.Params) -> Any:
+  def init(self, params: optax.Params) -> optax.OptState:
     """Returns the initial state."""
 
-  def before(self, call: Call, state: Any) -> tuple[Call, Any, Any]:
+  def before(self, call: Call, state: optax.OptState) -> tuple[Call, optax.OptState, Any]:
     """Returns the call of `inner`, the new state, and a context for `after`.
 
     The driver keeps the old state if ``call.makes_step`` is False.
     """
 
-  def after(self, call: Call, outcome: Outcome, state: Any, context: Any) -> tuple[Any, Any]:
+  def after(
+    self, call: Call, outcome: Outcome, state: optax.OptState, context: Any
+  ) -> tuple[Any, optax.OptState]:
     """Returns the call's result and the new state, from the `outcome` of `inner`'s call.
 
     The driver keeps the old scalars if ``call.makes_step`` is False. Larger arrays of the state
@@ -203,13 +205,13 @@ class Wrapper(Protocol):
 
 
 def pass_on(
-  wrapper: Wrapper, call: Call, outcome: Outcome, state: Any, context: Any
-) -> tuple[Any, Any]:
+  wrapper: Wrapper, call: Call, outcome: Outcome, state: optax.OptState, context: Any
+) -> tuple[Any, optax.OptState]:
   """The method `after` of a wrapper that adds nothing to the outcome."""
   return outcome.result, state
 
 
-def run(tx: optax.GradientTransformation, call: Call, state: Any) -> Outcome:
+def run(tx: optax.GradientTransformation, call: Call, state: optax.OptState) -> Outcome:
   """Calls a transformation, through its wrappers."""
   form = _form.form_of(tx.update)
   wrapper: Wrapper | None = None if form is None else form.wrapper
@@ -229,8 +231,14 @@ def run(tx: optax.GradientTransformation, call: Call, state: Any) -> Outcome:
   return Outcome(result, last_state, outcome.made, failed_check)
 
 
-def _new_if(condition: Condition, new: Any, old: Any, *, scalars_only: bool = False) -> Any:
-  """The new state if `condition`, else the old one."""
+def _new_if(
+  condition: _types.Condition,
+  new: optax.OptState,
+  old: optax.OptState,
+  *,
+  scalars_only: bool = False,
+) -> optax.OptState:
+  """The new state if `condition`, else the old one; `scalars_only` keeps new arrays anyway."""
 
   def select(x: Any, y: Any) -> Any:
     return x if scalars_only and jnp.shape(x) else jnp.where(condition, x, y)
@@ -242,35 +250,37 @@ def _new_if(condition: Condition, new: Any, old: Any, *, scalars_only: bool = Fa
   )
 
 
-def _run_innermost(tx: optax.GradientTransformation, call: Call, state: Any) -> Outcome:
-  """Makes a step of a transformation that is not a wrapper, if it is to be made and passes."""
+def _run_innermost(tx: optax.GradientTransformation, call: Call, state: optax.OptState) -> Outcome:
+  """Makes the step of a transformation that is not a wrapper, or skips it."""
   plan = call.plan
   tx = plan.change(optax.with_extra_args_support(tx))
 
-  def update(stored: StoredParams, state: Any) -> tuple[Any, optax.Updates, optax.OptState]:
+  def update(
+    stored: StoredParams, state: optax.OptState
+  ) -> tuple[optax.Params, optax.Updates, optax.OptState]:
     params = None if stored is None else plan.access.read(stored)
     grads, extra = call.gradients()
     updates, new_state = tx.update(grads, state, params, **extra)
     return params, updates if plan.cast_updates is None else plan.cast_updates(updates), new_state
 
   def apply(
-    stored: StoredParams, params: Any, updates: optax.Updates, new_state: Any
-  ) -> tuple[Any, Any]:
+    stored: StoredParams, params: optax.Params, updates: optax.Updates, new_state: optax.OptState
+  ) -> tuple[Any, optax.OptState]:
     if not plan.applies_updates:
       return updates, new_state
     new_params = _exact_params.apply_updates(params, updates, new_state)
     return plan.access.write(stored, new_params, params), new_state
 
-  def step(stored: StoredParams, state: Any) -> tuple[Any, optax.OptState]:
+  def step(stored: StoredParams, state: optax.OptState) -> tuple[Any, optax.OptState]:
     return apply(stored, *update(stored, state))
 
-  passed: Condition = True
+  passed: _types.Condition = True
   checked: Any = None
 
-  def check() -> jax.Array:
+  def check() -> _types.BoolScalar:
     nonlocal checked
     params, updates, new_state = update(call.stored_params, state)
-    # In the dtypes in which the state is kept: a number may be beyond the range of float16.
+    # The check sees the dtypes in which the state is kept: a number may overflow in float16.
     new_state = _arrays.cast_like(new_state, state)
     checked = params, updates, new_state
     new, old = updates, jax.tree.map(jnp.zeros_like, updates)
@@ -299,6 +309,6 @@ def _run_innermost(tx: optax.GradientTransformation, call: Call, state: Any) -> 
   return Outcome(result, new_state, made, failed_check)
 
 
-def _as_condition(flag: Any) -> Condition:
-  """A flag of the states: a NumPy bool means that no state has a flag."""
+def _as_condition(flag: _types.Condition) -> _types.Condition:
+  """True in place of the NumPy bool that `made_step` returns if no state tells."""
   return flag if isinstance(flag, jax.Array) else True

@@ -1,72 +1,83 @@
 """The rule of finiteness for every method: an entry is bad if it is NaN or infinite.
 
-:func:`finite_entries` is the rule's one definition. The other functions tell whether it holds for
-all entries of a tree. Each entry becomes zero if it is finite, and NaN otherwise, so that the sum
-tells exactly, in one pass over memory, whether a whole tree is finite.
+:func:`finite_entries` defines the rule. The other functions tell whether it holds for all entries
+of a tree: they replace each good entry by zero and each bad entry by NaN. The sum is then finite
+exactly if all entries are good, and takes one pass over memory.
 
-Two proofs are cheaper, and rest on the definition: an entry whose square is finite is finite, and
-if the largest magnitude of an array is finite, all of its entries are. A stricter definition keeps
-them true if it bounds the magnitude, and passes all entries whose square is finite.
+Two cheaper proofs rest on the definition: if the square of an entry is finite, the entry is; if the
+largest magnitude in an array is finite, all its entries are. A stricter definition may bound the
+magnitude, but must accept every entry whose square is finite, or these proofs fail.
 """
 
 import collections
 from collections.abc import Callable, Sequence
 import functools
 import math
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import optax
 
-from optax_boost._foundation import _arrays, _conditionals, _placement
+from optax_boost._foundation import _arrays, _conditionals, _placement, _types
 
-# XLA 1: of params with fewer entries than `_SMALL`, `_TOGETHER` are checked in one loop, which
-# compiles in the square of their number.
+# XLA 1: one loop checks `_TOGETHER` params, if each has fewer than `_SMALL` entries. The time to
+# compile a loop grows with the square of the number of params in it.
 _SMALL = 8192
 _TOGETHER = 8
-# XLA 12: entries that are summed before the next sums begin, as XLA for CPUs stores summands.
+# XLA 12: XLA for CPUs stores what it sums, so it sums this many entries before it reads more.
 _LINK = 2**19
+
+# A new array and the old one in its place; None: there is no old one.
+_Pair: TypeAlias = tuple[jax.Array, jax.Array | None]
 
 
 def finite_entries(x: jax.Array) -> jax.Array:
-  """Which entries of a gradient, param or state are finite, bool of the shape of `x`."""
+  """Which entries of a gradient, param or state are finite: bools in the shape of `x`."""
   return jnp.isfinite(x)
 
 
 def all_finite(
-  tree: Any, divisor: Any = 1.0, divide: Callable[[Any], Any] = lambda tree: tree
-) -> jax.Array:
-  """Whether every entry of ``divide(tree)``, a tree divided by a number, is finite.
+  tree: _types.SameTree,
+  divisor: jax.typing.ArrayLike = 1.0,
+  divide: Callable[[_types.SameTree], _types.SameTree] = lambda tree: tree,
+) -> _types.BoolScalar:
+  """Whether every entry of ``divide(tree)`` is finite; `divide` divides a tree by `divisor`.
 
-  A finite sum of squares proves it, and XLA for CPUs computes the sum without storing anything.
-  Only if the squares overflow, every entry is checked, in a loop. The inputs of a loop are stored,
-  so `tree` should be one that is stored anyway.
+  A finite sum of squares proves it, and XLA for CPUs computes the sum without storing anything. If
+  the squares overflow, a loop checks every entry. Inputs of a loop are stored, so pass a tree that
+  is stored anyway.
   """
   tree = jax.lax.stop_gradient(tree)
   squares = _arrays.sum_squares_of_tree(tree).astype(jnp.float32) / divisor / divisor
   return _unless_proven(jnp.isfinite(squares), lambda: _every_entry_is_finite(divide(tree)))
 
 
-def none_lost(new: Any, old: Any, new_state: Any = (), old_state: Any = ()) -> jax.Array:
+def none_lost(
+  new: _types.Tree,
+  old: _types.Tree,
+  new_state: optax.OptState = (),
+  old_state: optax.OptState = (),
+) -> _types.BoolScalar:
   """Whether every entry that is finite in `old` is finite in `new`, and in the state likewise.
 
-  An entry may be infinite in `old` by intention, as the first best loss of a search: it may stay
-  infinite or become finite, but not NaN. Integers are always finite. A param's new value and its
-  new moments are computed from the same arrays, so one loop checks both and reads the arrays once.
+  An entry that is infinite in `old`, such as the initial best loss of a search, may stay infinite
+  or become finite, but not NaN. One loop checks a param and its moments, since XLA computes them
+  from the same arrays and so reads these once.
   """
   param_pairs, state_pairs = _inexact_pairs(new, old), _inexact_pairs(new_state, old_state)
-  return _is_sound(_by_param(param_pairs, state_pairs))
+  return _is_sound(_group_by_param(param_pairs, state_pairs))
 
 
-def sum_is_finite(total: Any, addend: Any) -> jax.Array:
-  """Whether ``total + addend`` is finite in all entries; a scalar bool.
+def sum_is_finite(total: _types.Tree, addend: _types.Tree) -> _types.BoolScalar:
+  """Whether all entries of ``total + addend`` are finite; those of `total` must be.
 
-  `total` is a sum that passed before. If the squares of the addend don't overflow, its entries are
-  too small to carry a finite sum beyond the range, and `total` need not be read.
+  If the squares of the addend don't overflow, its entries are too small to make a finite sum
+  overflow, and `total` need not be read.
   """
   total, addend = jax.lax.stop_gradient((total, addend))
 
-  def check() -> jax.Array:
+  def check() -> _types.BoolScalar:
     sums = jax.tree.map(lambda t, a: t + a.astype(t.dtype), total, addend)
     return _every_entry_is_finite(sums)
 
@@ -75,13 +86,15 @@ def sum_is_finite(total: Any, addend: Any) -> jax.Array:
   return _unless_proven(jnp.isfinite(_arrays.sum_squares_of_tree(addend)), check)
 
 
-def _every_entry_is_finite(tree: Any) -> jax.Array:
+def _every_entry_is_finite(tree: _types.Tree) -> _types.BoolScalar:
   groups = [leaves for (leaves,) in _arrays.stackable_leaves(tree)]
   return _is_sound([[(leaf, None) for leaf in leaves] for leaves in groups])
 
 
-def _unless_proven(proven: jax.Array, check: Callable[[], jax.Array]) -> jax.Array:
-  """Makes a check unless its outcome is proven to be True."""
+def _unless_proven(
+  proven: _types.BoolScalar, check: Callable[[], _types.BoolScalar]
+) -> _types.BoolScalar:
+  """The result of a check, which is True without being computed if it is `proven`."""
   # XLA 11: without the barrier the check would run in every step on TPUs.
   _, holds = _conditionals.once_if(
     ~proven, lambda _: (jax.lax.optimization_barrier(check()),), proven
@@ -89,32 +102,33 @@ def _unless_proven(proven: jax.Array, check: Callable[[], jax.Array]) -> jax.Arr
   return holds
 
 
-def _has_wide_range(dtype: Any) -> bool:
-  """Whether a dtype has at least float32's range, unlike float16."""
+def _has_wide_range(dtype: _types.Dtype) -> bool:
+  """Whether a dtype has the range of float32 or a larger one."""
   return float(jnp.finfo(dtype).max) > 1e38
 
 
-def _inexact_pairs(new: Any, old: Any) -> list[tuple[Any, Any]]:
+def _inexact_pairs(new: _types.Tree, old: _types.Tree) -> list[_Pair]:
+  """The pairs of leaves of a floating-point or complex dtype; integers are always finite."""
   pairs = zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True)
   return [pair for pair in pairs if jnp.issubdtype(jnp.result_type(pair[0]), jnp.inexact)]
 
 
-def _by_param(
-  param_pairs: Sequence[tuple[Any, Any]], state_pairs: Sequence[tuple[Any, Any]]
-) -> list[list[tuple[Any, Any]]]:
-  """Groups pairs of one shape: the pairs of a param, or of a few small params, are one group."""
+def _group_by_param(
+  param_pairs: Sequence[_Pair], state_pairs: Sequence[_Pair]
+) -> list[list[_Pair]]:
+  """Groups the pair of each param with those of its moments; a few small params form one group."""
 
-  def kind(pair: tuple[Any, Any]) -> Any:
+  def kind(pair: _Pair) -> tuple[Any, ...]:
     array = jax.typeof(pair[0])
     return array.shape, _arrays.accumulator_dtype(array.dtype), array.sharding
 
-  by_kind: dict[Any, list[list[tuple[Any, Any]]]] = {}
+  by_kind: dict[Any, list[list[_Pair]]] = {}
   for pair in param_pairs:
     by_kind.setdefault(kind(pair), []).append([pair])
   seen: collections.Counter[Any] = collections.Counter()
   for pair in state_pairs:
     params = by_kind.setdefault(kind(pair), [[]])
-    # A tree of moments has the params' leaves in the params' order.
+    # Leaves of a tree of moments have the order of the params.
     params[seen[kind(pair)] % len(params)].append(pair)
     seen[kind(pair)] += 1
   groups = []
@@ -125,32 +139,32 @@ def _by_param(
   return groups
 
 
-def _is_sound(groups: Sequence[Sequence[tuple[Any, Any]]]) -> jax.Array:
-  """Whether no entry of pairs ``(new, old)`` is newly bad; with `old` None, whether none is bad."""
+def _is_sound(groups: Sequence[Sequence[_Pair]]) -> _types.BoolScalar:
+  """Whether no entry of any pair ``(new, old)`` is newly bad, or bad if `old` is None."""
   groups = jax.lax.stop_gradient(groups)
   return jax.lax.platform_dependent(groups, cpu=_sums_in_links, default=_sums)
 
 
-def _sums(groups: Sequence[Sequence[tuple[Any, Any]]]) -> jax.Array:
-  """Whether all sums are finite, one for each array.
+def _sums(groups: Sequence[Sequence[_Pair]]) -> _types.BoolScalar:
+  """:func:`_is_sound` by a sum for each array.
 
-  XLA's compilers for GPUs and TPUs compute them without temporaries (`make devices`).
+  XLA for GPUs and TPUs computes these sums without temporaries (`make devices`).
   """
   zero = jnp.zeros([], jnp.float32)
   products = [_zero_or_nan(new, old, zero) for group in groups for new, old in group]
   return jnp.isfinite(_total([jnp.sum(product) for product in products]))
 
 
-def _sums_in_links(groups: Sequence[Sequence[tuple[Any, Any]]]) -> jax.Array:
-  """Whether all sums are finite, one for each group, in links of :data:`_LINK` entries or more.
+def _sums_in_links(groups: Sequence[Sequence[_Pair]]) -> _types.BoolScalar:
+  """:func:`_is_sound` by a sum for each group, in a chain of links of at least `_LINK` entries.
 
-  XLA for CPUs stores the products that it sums (XLA 12). With links it stores a part of them at a
-  time, which stays in the cache.
+  XLA for CPUs stores the zeros and NaNs that it sums (XLA 12). Each link depends on the sums of the
+  one before, so XLA stores one link at a time, which stays in the cache.
   """
   sums: list[jax.Array] = []
   link, entries = jnp.zeros([], jnp.float32), 0
   for group in groups:
-    # The link is zero if all before it is finite; otherwise the answer is known.
+    # `link` is zero, or NaN if a bad entry was found, which makes the result False.
     products = [_zero_or_nan(new, old, link) for new, old in group]
     sums.append(jnp.sum(functools.reduce(jnp.add, products)))
     entries += sum(product.size for product in products)
@@ -160,9 +174,9 @@ def _sums_in_links(groups: Sequence[Sequence[tuple[Any, Any]]]) -> jax.Array:
 
 
 def _zero_or_nan(new: jax.Array, old: jax.Array | None, link: jax.Array) -> jax.Array:
-  """Zero for each finite entry, NaN for others; also zero for entries that may be bad.
+  """NaN where an entry is newly bad (finite before, or infinite and now NaN), else zero.
 
-  These are the entries that were bad before and did not turn into NaN.
+  If there is no `old`, every bad entry is newly bad.
   """
   x = _placement.in_device_memory(new) + link.astype(new.dtype)
   good = finite_entries(x)

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import optax
 
 from optax_boost._form import _protocol, _state_check
-from optax_boost._foundation import _tree_checks
+from optax_boost._foundation import _tree_checks, _types
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -16,23 +16,23 @@ class Form:
 
   Attributes:
     method: the name of its factory.
-    state_type: the type of its state.
+    state_type: the class of its state.
     wraps: the transformations that it holds.
     needs_params: whether ``update`` must be called with params.
     allows_complex: whether leaves may be complex.
     allows_pairs: whether the params may be the pair of ``optax.lookahead``.
-    extra_args: the extra arguments that its step names.
-    frozen_groups: the group of each leaf, if the method's state requests ``frozen_groups``.
-    wrapper: what the driver of wrappers calls, if it is one (:mod:`optax_boost._form._driver`).
-    changes: whether it changes the updates of the transformation that it holds: "always", or if
-      params are in "half" precision.
-    keeps: what it makes of the params after a step: their "average", or their "rounding".
-    part_states: the fields of its state with the states of the transformations that it holds.
-    rebuild: from others in the place of `wraps` to the same transformation around them.
+    extra_args: the names of the extra arguments that its step takes.
+    frozen_groups: the group of each leaf, if its state requests ``frozen_groups``.
+    wrapper: the :class:`optax_boost._form._driver.Wrapper`, if it is one.
+    changes: when it changes the updates of the transformation that it holds: "always", or only if
+      the params are in "half" precision.
+    keeps: what it computes from the params after a step: their "average", or their "rounding".
+    part_states: the fields of its state that hold the states of `wraps`.
+    rebuild: from transformations in place of `wraps` to the same transformation around them.
   """
 
   method: str
-  state_type: Any
+  state_type: type
   wraps: tuple[optax.GradientTransformation, ...] = ()
   needs_params: bool = False
   allows_complex: bool = False
@@ -47,11 +47,13 @@ class Form:
 
   @property
   def holds_an_optimizer(self) -> bool:
-    """Whether it is a wrapper, whose state tells of steps, not a method, which rewrites updates."""
+    """Whether it is a wrapper, whose state tells whether a step was made, and not a method."""
     return bool(self.wraps) and hasattr(self.state_type, "outcome")
 
-  def check(self, updates: optax.Updates, state: Any, params: optax.Params | None) -> None:
-    """Checks the arguments of ``update``: params that fit the gradients, the type of the state."""
+  def check(
+    self, updates: optax.Updates, state: optax.OptState, params: optax.Params | None
+  ) -> None:
+    """Raises an error unless the arguments of ``update`` fit the transformation and each other."""
     if self.needs_params:
       _tree_checks.require_params(params, self.method)
     _state_check.check_type(state, self.state_type, self.method)
@@ -60,14 +62,14 @@ class Form:
       _tree_checks.check_same_tree(updates, like_gradients, self.method)
     self.check_leaves(updates)
 
-  def check_leaves(self, tree: Any) -> None:
-    """Raises TypeError for leaves whose dtype the method can't take."""
+  def check_leaves(self, tree: _types.Tree) -> None:
+    """Raises TypeError for a leaf whose dtype the method does not take."""
     check = _tree_checks.check_inexact if self.allows_complex else _tree_checks.check_floating
     check(tree, self.method)
 
 
 def wrappers_around(tx: optax.GradientTransformation) -> list[Form]:
-  """The wrappers around an innermost transformation that the driver calls, from the outside in."""
+  """The wrappers that the driver calls before the innermost transformation, outermost first."""
   form = form_of(tx.update)
   if form is None or form.wrapper is None:
     return []
@@ -75,8 +77,8 @@ def wrappers_around(tx: optax.GradientTransformation) -> list[Form]:
 
 
 def form_of(update: Callable[..., Any]) -> Form | None:
-  """The form of an ``update`` of ours; None of any other function.
+  """The form of an ``update`` function of this package; None for any other function.
 
-  ``functools.wraps`` copies attributes, so another function around ours may have our form.
+  ``functools.wraps`` copies attributes, so a function around ours may carry our form.
   """
   return None if hasattr(update, "__wrapped__") else getattr(update, "form", None)

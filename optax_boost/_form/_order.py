@@ -1,15 +1,16 @@
-"""The two rules of order, and the few compositions beside them that can't be right.
+"""Two rules for the order of wrappers, and a few more compositions that are refused.
 
-A wrapper goes around a chain, never into one: the chain's other members would act in steps that the
-wrapper does not make, or after it has looked at the result.
+First rule: a wrapper goes around a chain, never into one. Inside, the chain's other members would
+act in steps that the wrapper skips, or change updates after the wrapper has checked them.
 
-What changes updates (layer-wise decay, freezing) does so at the innermost transformation, which the
-driver of wrappers calls. If that is a wrapper of optax, the change acts on *its* updates: an
-average, masters or rounding inside would follow other params.
+Second rule: a wrapper that computes something from the new params (an average, masters, rounding)
+must see all changes of updates. Layer-wise decay and freezing change the updates of the innermost
+transformation that the driver calls. If that is a wrapper of optax, the change comes after it, and
+an average inside of it would follow other params.
 
-A transformation can't know in which one it is held, and optax's keep what they hold in closures.
-But each calls the ``init`` of what it holds: so in a wrapper's own ``init`` the Python stack shows
-all that is around it, whoever wrote it.
+A transformation does not know what holds it, but every transformation calls the ``init`` of those
+that it holds. So the Python stack in a wrapper's ``init`` shows everything around the wrapper,
+whoever wrote it.
 """
 
 from collections.abc import Iterator
@@ -22,12 +23,12 @@ import optax
 
 from optax_boost._form import _form
 
-# What in some steps replaces the updates of the transformation that it holds.
+# Transformations that replace the updates of the one that they hold, at least in some steps.
 _REPLACING = (
   *("laperm", "switch_after", "optax.lookahead"),
   *("optax.mechanize", "optax.sam", "optax.schedule_free"),
 )
-# Packages whose functions between two ``init`` hold no transformation.
+# Packages whose functions on the stack are not reported as holders.
 _PLUMBING = ("jax", "optax_boost")
 
 
@@ -46,13 +47,13 @@ def check(form: _form.Form, params: optax.Params) -> None:
     if isinstance(holder, _form.Form):
       in_chain &= not holder.holds_an_optimizer
       if not is_reached and _changes_what_is_kept(holder, held_params, form):
-        reason = "a wrapper between the two hides the changes of updates"
+        reason = "a transformation between the two applies the changed updates"
     if form.keeps == "average" and called in _REPLACING:
-      reason = "other updates count than those inside"
+      reason = "it replaces the updates that lead to the averaged params"
     if form.frozen_groups and called == "optax.schedule_free":
-      reason = "it moves leaves whose updates are zero"
+      reason = "it changes params whose updates are zero"
     if form.keeps == "rounding" and called == "optax.apply_if_finite" and _is_half(params):
-      reason = "it needs updates in the dtype of half-precision params, and these are float32"
+      reason = "it needs updates in the dtype of half-precision params, and gets float32"
     if reason:
       raise ValueError(
         f"`{called}` can't hold `{name}`: {reason}. Put `{name}` around the whole:"
@@ -62,21 +63,23 @@ def check(form: _form.Form, params: optax.Params) -> None:
 
 
 def _changes_what_is_kept(holder: _form.Form, params: optax.Params, form: _form.Form) -> bool:
+  """Whether `holder` changes updates from which the wrapper of `form` computes something."""
   if holder.changes == "half":
     return form.keeps == "rounding" and _is_half(params)
   return holder.changes is not None and form.keeps is not None
 
 
 def _holders() -> Iterator[tuple[_form.Form | str, optax.Params]]:
-  """What holds the wrapper whose ``init`` runs, from the inside out: forms, or names of others.
+  """What holds the wrapper whose ``init`` runs, innermost first, with its params if they are known.
 
-  Each with its params, if known. A chain of one member counts as that member.
+  A holder of this package is given by its form, any other by its name. A chain of one member is
+  left out.
   """
   frame: Any = sys._getframe(2)  # of the wrapper's `init`
-  own = frame.f_code
+  our_init = frame.f_code
   while (frame := frame.f_back) is not None:
     package = str(frame.f_globals.get("__name__")).partition(".")[0]
-    if frame.f_code is own:
+    if frame.f_code is our_init:
       yield frame.f_locals["form"], frame.f_locals["params"]
     elif package == "optax":
       name = frame.f_code.co_qualname.partition(".")[0]
@@ -88,7 +91,7 @@ def _holders() -> Iterator[tuple[_form.Form | str, optax.Params]]:
 
 
 def _is_half(params: optax.Params) -> bool:
-  """Whether a param is kept in fewer than 32 bits; a leaf may be a Python number or a key, too."""
+  """Whether any param is a floating-point array of fewer than 32 bits."""
 
   def is_half(leaf: Any) -> bool:
     dtype = jnp.result_type(leaf)

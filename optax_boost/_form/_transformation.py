@@ -1,10 +1,11 @@
-"""The one way to write a transformation.
+"""Makes every transformation of this package.
 
-:func:`transformation` makes a method that computes updates from gradients, from ``init(params)``
-and ``step(updates, state, params)``. :func:`wrapper` makes a wrapper, which decides whether another
-transformation makes its step, with which gradients and where the result goes, from ``init``,
-``before`` and ``after`` (:mod:`optax_boost._form._driver`). Both convert NumPy arrays to JAX
-arrays, check the arguments of ``update``, and attach a :class:`~optax_boost._form._form.Form`.
+:func:`transformation` makes a method, which computes updates from gradients, from two functions:
+``init(params)`` and ``step(updates, state, params)``. :func:`wrapper` makes a wrapper, which
+decides whether and how another transformation makes its step, from an object with the methods
+``init``, ``before`` and ``after`` (:mod:`optax_boost._form._driver`). Both convert NumPy arrays to
+JAX arrays, check the arguments of ``update``, and attach a
+:class:`~optax_boost._form._form.Form`.
 """
 
 from collections.abc import Callable
@@ -15,24 +16,24 @@ from typing import Any
 import optax
 
 from optax_boost._form import _driver, _form, _order
-from optax_boost._foundation import _arrays, _extra_args
+from optax_boost._foundation import _arrays, _extra_args, _types
 
 
 def transformation(
   method: str,
-  state_type: Any,
-  init: Callable[[optax.Params], Any],
-  step: Callable[..., tuple[optax.Updates, Any]],
+  state_type: type,
+  init: Callable[[optax.Params], optax.OptState],
+  step: Callable[..., tuple[optax.Updates, optax.OptState]],
   *,
   wraps: tuple[optax.GradientTransformation, ...] = (),
   needs_params: bool = False,
   allows_complex: bool = False,
   **form_options: Any,
 ) -> optax.GradientTransformationExtraArgs:
-  """A transformation of ``init(params)`` and ``step(updates, state, params, **named)``.
+  """Makes a method from ``init(params)`` and ``step(updates, state, params, **extra_args)``.
 
-  The step gets those extra arguments that are its keywords: all of them, if it takes ``**extra``.
-  `form_options` are further attributes of its form.
+  The step gets the extra arguments that it names as keywords, or all of them if it takes
+  ``**extra_args``. `form_options` are further attributes of the form.
   """
   parameters = inspect.signature(step).parameters.values()
   takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
@@ -41,7 +42,12 @@ def transformation(
     method, state_type, wraps, needs_params, allows_complex, extra_args=named, **form_options
   )
 
-  def update(updates: Any, state: Any, params: Any, extra_args: dict[str, Any]) -> Any:
+  def update(
+    updates: optax.Updates,
+    state: optax.OptState,
+    params: optax.Params | None,
+    extra_args: _types.ExtraArgs,
+  ) -> tuple[optax.Updates, optax.OptState]:
     form.check(updates, state, params)
     accepted = extra_args if takes_all else {k: v for k, v in extra_args.items() if k in named}
     return step(updates, state, params, **accepted)
@@ -51,23 +57,25 @@ def transformation(
 
 def wrapper(
   method: str,
-  state_type: Any,
+  state_type: type,
   holder: _driver.Wrapper,
   **form_options: Any,
 ) -> optax.GradientTransformationExtraArgs:
-  """A transformation that wraps another one: ``holder.inner``, in steps that may not be made.
+  """Makes a wrapper of ``holder.inner``, whose steps the methods of `holder` decide about.
 
-  `form_options` are further attributes of its form. TypeError if the state's type does not declare
-  the field that tells whether a step was made.
+  `form_options` are further attributes of the form. Raises TypeError if the class of the state does
+  not declare the field that tells whether a step was made.
   """
   if getattr(state_type, "outcome", None) != ("made",):
     raise TypeError(
-      f"The state of the wrapper `{method}` must declare whether a step was made, or what is around"
-      f" it takes each of its calls for a step; `{state_type.__name__}` does not. Write"
-      f' `@_protocol.declares(outcome=("made",))` above the class.'
+      f"The state of the wrapper `{method}` must declare the field that tells whether a step was"
+      f' made; `{state_type.__name__}` does not. Write `@_protocol.declares(outcome=("made",))`'
+      " above the class."
     )
 
-  def rebuild(inner: Any) -> optax.GradientTransformationExtraArgs:
+  def rebuild(
+    inner: optax.GradientTransformationExtraArgs,
+  ) -> optax.GradientTransformationExtraArgs:
     around = dataclasses.replace(holder, inner=inner)  # type: ignore[type-var]
     return wrapper(method, state_type, around, **form_options)
 
@@ -75,8 +83,13 @@ def wrapper(
     method, state_type, (holder.inner,), wrapper=holder, rebuild=rebuild, **form_options
   )
 
-  def update(updates: Any, state: Any, params: Any, extra_args: dict[str, Any]) -> Any:
-    def gradients() -> tuple[optax.Updates, dict[str, Any]]:
+  def update(
+    updates: optax.Updates,
+    state: optax.OptState,
+    params: optax.Params | None,
+    extra_args: _types.ExtraArgs,
+  ) -> tuple[optax.Updates, optax.OptState]:
+    def gradients() -> tuple[optax.Updates, _types.ExtraArgs]:
       return updates, dict(extra_args)
 
     outcome = _driver.run(tx, _driver.Call(gradients, params), state)
@@ -88,21 +101,29 @@ def wrapper(
 
 def _with_form(
   form: _form.Form,
-  init: Callable[[optax.Params], Any],
-  step: Callable[[Any, Any, Any, dict[str, Any]], tuple[optax.Updates, Any]],
+  init: Callable[[optax.Params], optax.OptState],
+  step: Callable[
+    [optax.Updates, optax.OptState, optax.Params | None, _types.ExtraArgs],
+    tuple[optax.Updates, optax.OptState],
+  ],
 ) -> optax.GradientTransformationExtraArgs:
-  def init_fn(params: optax.Params) -> Any:
+  """A transformation whose ``update`` carries the form; `step` gets JAX arrays."""
+
+  def init_fn(params: optax.Params) -> optax.OptState:
     form.check_leaves(params)
     if form.holds_an_optimizer:
       _order.check(form, params)
     return init(_arrays.as_jax(params))
 
   def update(
-    updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra_args: Any
-  ) -> tuple[optax.Updates, Any]:
+    updates: optax.Updates,
+    state: optax.OptState,
+    params: optax.Params | None = None,
+    **extra_args: Any,
+  ) -> tuple[optax.Updates, optax.OptState]:
     updates, params = _arrays.as_jax((updates, params))
     return step(updates, state, params, _extra_args.as_jax_gradients(extra_args))
 
-  # An attribute of the function survives if the pair is rebuilt, as `jax.tree.map` rebuilds it.
+  # The form is an attribute of the function, since `jax.tree.map` makes a new pair of functions.
   update.form = form  # type: ignore[attr-defined]
   return optax.GradientTransformationExtraArgs(init_fn, update)

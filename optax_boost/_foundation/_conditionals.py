@@ -15,8 +15,8 @@ def is_concrete(condition: _types.Unchecked) -> bool:
   return not isinstance(condition, jax.core.Tracer)
 
 
-def both(first: Any, second: Any) -> Any:
-  """Whether two conditions hold, each a scalar bool or, if it always holds, Python's True."""
+def both(first: _types.Condition, second: _types.Condition) -> _types.Condition:
+  """Whether two conditions hold; a condition that always holds is Python's True."""
   if first is True or first is second:
     return second
   return first if second is True else first & second

@@ -50,7 +50,7 @@ class _Float32Optimizer:
     def gradients() -> tuple[optax.Updates, dict[str, Any]]:
       return _inner_arguments(*call.gradients(), params)
 
-    makes_step: _driver.Condition = True
+    makes_step: _types.Condition = True
     finite = jnp.asarray(True)
     # If the result is checked, `inner` may handle gradients that are not finite. A loss scale
     # inside must see every overflow: it skips these steps itself.

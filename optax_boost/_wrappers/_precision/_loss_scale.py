@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_boost._form import _driver, _finiteness, _protocol, _transformation
-from optax_boost._foundation import _arrays, _checks, _extra_args, _mesh_axes
+from optax_boost._foundation import _arrays, _checks, _extra_args, _mesh_axes, _types
 
 _METHOD = "dynamic_loss_scale"
 
@@ -225,7 +225,7 @@ class _LossScale:
       return self._on_all_devices(_finiteness.all_finite(grads, state.loss_scale, divide))
 
     finite = call.passes(are_finite)
-    makes_step: _driver.Condition = finite
+    makes_step: _types.Condition = finite
     # A loss scale inside must see every overflow, or it would never shrink.
     if _protocol.is_requested(state.inner_state, _protocol.LOSS_SCALE):
       unseen = _protocol.unseen_by_scale(state.inner_state, call.gradients()[0])
