@@ -22,7 +22,7 @@ _PATTERNS = "a regular expression, a sequence of them, at least one, or None"
 # A BatchNorm's mean and variance, by these names.
 Statistics = Mapping[str, Any]
 STATISTICS = ("mean", "var")
-# The means of these over a BatchNorm's uses, and the numbers of uses: the arguments of `of_uses`.
+# The arguments of `summarize_uses`: two means over a BatchNorm's uses, and the numbers of uses.
 SUMS = ("batch_mean", "batch_var", "uses", "frozen_uses")
 
 
@@ -61,14 +61,14 @@ def add_use(mean: jax.Array, new: jax.Array, uses: jax.Array) -> jax.Array:
   return jnp.where(uses > 0, mean + (new - mean) / (uses + 1), new)
 
 
-def of_uses(mean: Any, var: Any, uses: Any, frozen_uses: Any) -> dict[str, Any]:
+def summarize_uses(mean: Any, var: Any, uses: Any, frozen_uses: Any) -> dict[str, Any]:
   """What a batch tells of a BatchNorm: the means over its uses, and of which kinds these were."""
   missed, frozen = (uses == 0).astype(mean.dtype), (frozen_uses > 0).astype(mean.dtype)
   return {"mean": mean, "var": var, "missed": missed, "frozen": frozen}
 
 
 def estimate(
-  of_batch: jax.tree_util.Partial,
+  summarize_batch: jax.tree_util.Partial,
   statistics: Mapping[str, Statistics],
   selection: Selection,
   batches: Iterable[_types.Tree],
@@ -76,19 +76,19 @@ def estimate(
 ) -> dict[str, Statistics]:
   """The new statistics of BatchNorms by path, without those that keep theirs.
 
-  ``of_batch(chosen, batch)`` returns :func:`of_uses` of each BatchNorm of the selection.
+  ``summarize_batch(chosen, batch)`` returns :func:`summarize_uses` for each chosen BatchNorm.
   """
   if not selection.paths:
     _warnings.warn(f"`{_METHOD}` found no BatchNorm to estimate.", _warnings.NoEffectWarning)
     return {}
   chosen = {
-    path: of_uses(x["mean"], x["var"], x["mean"], x["mean"])
+    path: summarize_uses(x["mean"], x["var"], x["mean"], x["mean"])
     for path, x in statistics.items()
     if path in selection.paths
   }
   finite: list[dict[str, jax.Array]] = []
   means = _full_gradient.mean_over_batches(
-    of_batch,
+    summarize_batch,
     chosen,
     batches,
     None,
@@ -136,8 +136,8 @@ def _finite_leaves(batch: _types.Tree) -> dict[str, jax.Array]:
 
 def _refuse_bad_batch(finite: Sequence[dict[str, jax.Array]]) -> None:
   """Raises ValueError for the first batch that is not finite; params may be the cause instead."""
-  for index, of_batch in enumerate(finite):
-    for path, is_finite in of_batch.items():
+  for index, leaves in enumerate(finite):
+    for path, is_finite in leaves.items():
       if not is_finite:
         raise ValueError(
           f"`{_METHOD}` needs batches of finite numbers; the leaf '{path or 'batch'}' of batch"

@@ -102,9 +102,9 @@ def centralize(
     return bool(plan) and not any(fan_in(leaf) for leaf, skip in plan if not skip)
 
   def warn_if_idle(tree: Any, layers: _layer_axes.LayerAxes | None) -> None:
-    if is_idle(plan := kernels.of(tree, layers)):
+    if is_idle(plan := kernels.plan(tree, layers)):
       paths = [leaf.path for leaf, _ in plan]
-      described = kernels.described(layers)
+      described = kernels.layer_axes(layers)
       reason = described.explain_unknown(paths) if described is not None else ""
       _warnings.warn_no_effect(
         f"`centralize` finds no kernel to centralize. {reason}".rstrip(), paths
@@ -116,7 +116,7 @@ def centralize(
   undecided: set[tuple[str, ...]] = set()
 
   def init(params: optax.Params) -> optax.EmptyState:
-    plan = kernels.of(params)
+    plan = kernels.plan(params)
     by_rule = layers is None and _selectors.is_auto_selector(exclude)
     if is_idle(plan) and any(len(leaf.shape) > 1 and (by_rule or not skip) for leaf, skip in plan):
       undecided.add(tuple(_paths.leaf_paths(params)))

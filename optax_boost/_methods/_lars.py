@@ -232,13 +232,13 @@ def lars(
 
   def step(updates: Any, state: Any, params: Any, *, layers: Any = None) -> tuple[Any, Any]:
     kinds: list[Any] = [ScaleByLarsTrustRatioState]
-    kinds += [type(part.init(())) for part in (descent, trace)]
+    kinds += [type(tx.init(())) for tx in (descent, trace)]
     _state_check.check_chain_types(state, kinds, "lars")
-    of_ratio, of_descent, of_trace = state
-    updates, of_ratio = ratio.update(updates, of_ratio, params, layers=layers)
-    updates, of_descent = descent.update(updates, of_descent)
-    updates, of_wide = trace.update(updates, jax.tree.map(_arrays.widen, of_trace))
-    return _cast(updates, params), (of_ratio, of_descent, _cast(of_wide, of_trace))
+    ratio_state, descent_state, trace_state = state
+    updates, ratio_state = ratio.update(updates, ratio_state, params, layers=layers)
+    updates, descent_state = descent.update(updates, descent_state)
+    updates, new_trace = trace.update(updates, jax.tree.map(_arrays.widen, trace_state))
+    return _cast(updates, params), (ratio_state, descent_state, _cast(new_trace, trace_state))
 
   init = optax.chain(ratio, descent, trace).init
   return _transformation.transformation("lars", tuple, init, step, needs_params=True)
@@ -283,7 +283,7 @@ def _scale_by_trust_ratio(
   def init(params: optax.Params) -> ScaleByLarsTrustRatioState:
     decayed(params)
     return ScaleByLarsTrustRatioState(
-      trust_ratio=jnp.ones(len(leaves.of(params)), _arrays.widest_dtype(params)),
+      trust_ratio=jnp.ones(len(leaves.plan(params)), _arrays.widest_dtype(params)),
       notfinite_count=jnp.zeros([], jnp.int32),
       count=jnp.zeros([], jnp.int32) if callable(clip_ratio) else None,
     )
@@ -291,7 +291,7 @@ def _scale_by_trust_ratio(
   def step(
     updates: optax.Updates, state: Any, params: optax.Params, *, layers: Any = None
   ) -> tuple[optax.Updates, ScaleByLarsTrustRatioState]:
-    plan = leaves.of(params, layers)
+    plan = leaves.plan(params, layers)
     if not plan:
       return updates, state
     rate = clip_ratio(state.count) if callable(clip_ratio) else clip_ratio
@@ -302,11 +302,11 @@ def _scale_by_trust_ratio(
       return _trust_ratio(w2, g2, eta, wd, eps, rate).astype(dtype)
 
     trees = (jax.tree.leaves(params), jax.tree.leaves(updates), decayed(params))
-    parts = [_Part(leaf, *of_leaf) for (leaf, _), *of_leaf in zip(plan, *trees, strict=True)]
-    acting = [None if skip else part for part, (_, skip) in zip(parts, plan, strict=True)]
-    ratios = _ratios(acting, ratio_of, leaves.mesh_axes([part.leaf for part in parts]))
+    inputs = [_Input(leaf, *arrays) for (leaf, _), *arrays in zip(plan, *trees, strict=True)]
+    scaled = [None if skip else x for x, (_, skip) in zip(inputs, plan, strict=True)]
+    ratios = _ratios(scaled, ratio_of, leaves.mesh_axes([x.leaf for x in inputs]))
     outputs = []
-    for (leaf, w, g, decays), ratio in zip(parts, ratios, strict=True):
+    for (leaf, w, g, decays), ratio in zip(inputs, ratios, strict=True):
       factor = None if ratio is None else jnp.expand_dims(ratio, leaf.axes_of_layer)
       d = _direction(g, w, factor, clip, weight_decay if decays else 0.0)
       outputs.append(d if wide else d.astype(g.dtype))
@@ -329,7 +329,7 @@ def _mean_of_layers(ratio: jax.Array | None, dtype: Any) -> jax.Array:
   return jnp.mean(ratio) if ratio.ndim else ratio
 
 
-class _Part(NamedTuple):
+class _Input(NamedTuple):
   """A leaf of the params, its gradient, and whether it is decayed."""
 
   leaf: _layer_axes.Leaf
@@ -339,32 +339,32 @@ class _Part(NamedTuple):
 
 
 def _ratios(
-  parts: Sequence[_Part | None], ratio_of: Callable[..., jax.Array], mesh_axes: Sequence[Any]
+  inputs: Sequence[_Input | None], ratio_of: Callable[..., jax.Array], mesh_axes: Sequence[Any]
 ) -> list[jax.Array | None]:
   """The trust ratios of each leaf's layers, with norms over the leaf's mesh axes."""
-  ratios: list[jax.Array | None] = [None] * len(parts)
+  ratios: list[jax.Array | None] = [None] * len(inputs)
   # In the order of the leaves, so that all processes compile the same program.
   for axes in dict.fromkeys(mesh_axes):
-    members = {i: p for i, p in enumerate(parts) if p is not None and mesh_axes[i] == axes}
+    members = {i: x for i, x in enumerate(inputs) if x is not None and mesh_axes[i] == axes}
     if members:
-      of_members = _ratios_along(axes, list(members.values()), ratio_of)
-      for i, ratio in zip(members, of_members, strict=True):
+      member_ratios = _ratios_along(axes, list(members.values()), ratio_of)
+      for i, ratio in zip(members, member_ratios, strict=True):
         ratios[i] = ratio
   return ratios
 
 
 def _ratios_along(
-  mesh_axes: Any, parts: list[_Part], ratio_of: Callable[..., jax.Array]
+  mesh_axes: Any, inputs: list[_Input], ratio_of: Callable[..., jax.Array]
 ) -> list[jax.Array]:
   """The trust ratios of leaves whose squared norms are summed over the same mesh axes."""
-  leaves, weights, grads, decays = map(list, zip(*parts, strict=True))
+  leaves, weights, grads, decays = map(list, zip(*inputs, strict=True))
 
   def total(squares: Any) -> Any:
     return squares if mesh_axes is None else jax.lax.psum(squares, mesh_axes)
 
   def one_by_one(weights: Any, grads: Any) -> Any:
-    trios = zip(leaves, weights, grads, strict=True)
-    squares = total([_sums_of_squares((w, g), leaf.axes_of_layer) for leaf, w, g in trios])
+    layers = zip([leaf.axes_of_layer for leaf in leaves], weights, grads, strict=True)
+    squares = total([_sums_of_squares((w, g), axes) for axes, w, g in layers])
     return [ratio_of(w2, g2, decay) for (w2, g2), decay in zip(squares, decays, strict=True)]
 
   def at_once(weights: Any, grads: Any) -> Any:
@@ -372,11 +372,11 @@ def _ratios_along(
     sums = []
     for group in groups:
       # XLA 5: weights and gradients in one reduction, as two would be two kernels.
-      both = jnp.stack([x[i] for x in (weights, grads) for i in group])
+      joined = jnp.stack([x[i] for x in (weights, grads) for i in group])
       if len(group) > 1:
         # XLA 6: a thousand leaves that are joined into the reduction compile for minutes.
-        both = jax.lax.optimization_barrier(both)
-      squares = _arrays.sum_squares(both, tuple(i + 1 for i in leaves[group[0]].axes_of_layer))
+        joined = jax.lax.optimization_barrier(joined)
+      squares = _arrays.sum_squares(joined, tuple(i + 1 for i in leaves[group[0]].axes_of_layer))
       sums.append(_placement.gather_axes(squares, range(squares.ndim)).reshape(2, -1))
     places = [i for group in groups for i in group]
     layers = [leaves[i].num_layers for i in places]

@@ -6,7 +6,7 @@ which reads them from a trace of the loss (``extra_args`` in
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,9 @@ from optax_boost._foundation import (
   _warnings,
 )
 from optax_boost._trace import _layer_axes
+
+# Each leaf of a tree, and whether the method leaves it alone.
+Plan: TypeAlias = list[tuple[_layer_axes.Leaf, bool]]
 
 
 class Leaves:
@@ -42,23 +45,21 @@ class Leaves:
     _check_axis_names(axis_name)
     self.method, self._axis_name, self._layers = method, axis_name, check_layers(layers)
 
-    def plan(
-      tree: _types.Tree, layers: _layer_axes.LayerAxes | None
-    ) -> list[tuple[_layer_axes.Leaf, bool]]:
+    def plan(tree: _types.Tree, layers: _layer_axes.LayerAxes | None) -> Plan:
       leaves = _layer_axes.leaves_of(tree, layers)
       auto_selected = _selectors.is_auto_selector(exclude)
       skipped = auto(leaves) if auto_selected else _selectors.select(tree, exclude, "exclude")
-      plan_of_leaves = list(zip(leaves, skipped, strict=True))
-      warn_of_unknown_axes(method, [leaf for leaf, skip in plan_of_leaves if not skip], layers)
-      return plan_of_leaves
+      leaves_and_skips = list(zip(leaves, skipped, strict=True))
+      warn_of_unknown_axes(method, [leaf for leaf, skip in leaves_and_skips if not skip], layers)
+      return leaves_and_skips
 
     self._plan = _trees.once_per_tree(plan)
 
-  def of(self, tree: _types.Tree, layers: Any = None) -> list[tuple[_layer_axes.Leaf, bool]]:
+  def plan(self, tree: _types.Tree, layers: Any = None) -> Plan:
     """Each leaf, and whether it is left alone; `layers` is the extra argument of ``update``."""
-    return self._plan(tree, self.described(layers))
+    return self._plan(tree, self.layer_axes(layers))
 
-  def described(self, layers: Any) -> _layer_axes.LayerAxes | None:
+  def layer_axes(self, layers: Any) -> _layer_axes.LayerAxes | None:
     """The axes that the factory was given, else those of `layers`, or None."""
     return self._layers or check_layers(layers)
 
@@ -67,13 +68,13 @@ class Leaves:
     names = self._axis_name
     if isinstance(names, Mapping):
       first = _patterns.first_match("axis_name", list(names), [leaf.path for leaf in leaves])
-      of_patterns = [of_pattern or None for of_pattern in names.values()]
-      of_leaves = [None if index is None else of_patterns[index] for index in first]
+      axes_by_pattern = [axes or None for axes in names.values()]
+      axes_by_leaf = [None if index is None else axes_by_pattern[index] for index in first]
     else:
-      of_leaves = [names] * len(leaves)
-    for of_leaf in dict.fromkeys(of_leaves):
-      _mesh_axes.require_axis("axis_name", of_leaf, self.method)
-    return of_leaves
+      axes_by_leaf = [names] * len(leaves)
+    for axes in dict.fromkeys(axes_by_leaf):
+      _mesh_axes.require_axis("axis_name", axes, self.method)
+    return axes_by_leaf
 
   def map(
     self,
@@ -82,7 +83,7 @@ class Leaves:
     layers: Any,
   ) -> Any:
     """``function(array, leaf, mesh_axes)`` of the leaves with entries that aren't left alone."""
-    plan = self.of(tree, layers)
+    plan = self.plan(tree, layers)
     mesh_axes = self.mesh_axes([leaf for leaf, _ in plan])
 
     def map_one(x: jax.Array, leaf_and_skip: tuple[_layer_axes.Leaf, bool], mesh: Any) -> jax.Array:
@@ -97,10 +98,10 @@ def _check_axis_names(names: _types.AxisNames | None) -> None:
   if not isinstance(names, Mapping):
     _mesh_axes.check_axis_name("axis_name", names)
     return
-  for pattern, of_pattern in names.items():
+  for pattern, axes in names.items():
     _patterns.compile_pattern("axis_name", pattern)
-    if not isinstance(of_pattern, tuple) or of_pattern:
-      _mesh_axes.check_axis_name(f"axis_name[{pattern!r}]", of_pattern)
+    if not isinstance(axes, tuple) or axes:
+      _mesh_axes.check_axis_name(f"axis_name[{pattern!r}]", axes)
 
 
 def warn_of_unknown_axes(
@@ -109,8 +110,8 @@ def warn_of_unknown_axes(
   """Warns of leaves whose axes a primitive hides, so that a method goes by name and shape."""
   if described is None:
     return
-  of_several_axes = {leaf.path for leaf in leaves if len(leaf.shape) > 1}
-  if explanation := described.explain_unknown(of_several_axes):
+  many_axes = {leaf.path for leaf in leaves if len(leaf.shape) > 1}
+  if explanation := described.explain_unknown(many_axes):
     _warnings.warn(
       f"{explanation} `{method}` takes each of these leaves for one layer, and goes by its name and"
       " shape.",

@@ -90,8 +90,8 @@ def _correct(g: Any, h: Any, a: jax.Array, state: SvrgState) -> tuple[optax.Upda
   finite = jnp.isfinite(squared)
   total = state.squared_deviations + jnp.where(jnp.all(finite), squared, 0)
   # The inner `where` keeps the untaken branch from dividing by zero.
-  known = total[1] > 0
-  ratio = jnp.where(known, total[0] / jnp.where(known, total[1], 1), state.variance_ratio)
+  positive = total[1] > 0
+  ratio = jnp.where(positive, total[0] / jnp.where(positive, total[1], 1), state.variance_ratio)
 
   def in_range(g: jax.Array, h: jax.Array, mu: jax.Array) -> jax.Array:
     v = corrected(g, h, mu)

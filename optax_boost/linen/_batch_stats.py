@@ -135,7 +135,9 @@ class _Measurement:
     leaves = traverse_util.flatten_dict(model.collections[_COLLECTION], sep="/")
     prefixes = {name: f"{name}/" if name else "" for name in chosen}
     return {
-      name: _batch_stats.of_uses(*(leaves[prefix + sum_name] for sum_name in _batch_stats.SUMS))
+      name: _batch_stats.summarize_uses(
+        *(leaves[prefix + sum_name] for sum_name in _batch_stats.SUMS)
+      )
       for name, prefix in prefixes.items()
     }
 

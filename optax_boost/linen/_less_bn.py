@@ -150,5 +150,5 @@ def _trace_module(
   with nn.intercept_methods(intercept):
     init, arrays = _less_bn.on_arrays(functools.partial(module.init, key), args, kwargs)
     state = dict(jax.eval_shape(init, (), *arrays))
-    flows = _less_bn.trace_flows(apply, state.pop("params", {}), state, args, kwargs)
-  return _less_bn.Trace(flows, list(norms), list(dense))
+    graphs = _less_bn.trace_data_graphs(apply, state.pop("params", {}), state, args, kwargs)
+  return _less_bn.Trace(graphs, list(norms), list(dense))

@@ -98,7 +98,9 @@ def _measure(forward_fn: Any, graphdef: nnx.GraphDef, state: Any, chosen: Any, b
   forward_fn(model, _batch.user_batch(batch))
   norms = _model.modules(model, nnx.BatchNorm)
   return {
-    path: _batch_stats.of_uses(*(getattr(norms[path], name)[...] for name in _batch_stats.SUMS))
+    path: _batch_stats.summarize_uses(
+      *(getattr(norms[path], name)[...] for name in _batch_stats.SUMS)
+    )
     for path in chosen
   }
 

@@ -110,7 +110,7 @@ def _trace_model(
     return _model.merge(graphdef, params, state)[0](*args, **kwargs)
 
   return _less_bn.Trace(
-    _less_bn.trace_flows(apply, params, state, args, kwargs),
+    _less_bn.trace_data_graphs(apply, params, state, args, kwargs),
     list(norms),
     [p for p, layer in layers.items() if not isinstance(layer, _normalized_dense.NormalizedDense)],
   )

@@ -459,13 +459,13 @@ def test_a_sum_replaces_a_gather_whose_result_cannot_be_declared_equal_on_all_de
   expected, _ = on_devices(TX, stacked)
   gather = jax.lax.all_gather
 
-  def of_older_jax(x, axis_name, *, tiled):
+  def all_gather_before_jax_0_10(x, axis_name, *, tiled):
     return gather(x, axis_name, tiled=tiled)
 
   def one(grads):
     return TX.update(jax.tree.map(lambda g: g[0], grads), TX.init(grads))[0]
 
-  monkeypatch.setattr(jax.lax, "all_gather", of_older_jax)
+  monkeypatch.setattr(jax.lax, "all_gather", all_gather_before_jax_0_10)
   # The check is on, and takes `P()` only of what it knows to be the same.
   step = jax.shard_map(one, mesh=mesh_of(3), in_specs=P("replicas"), out_specs=P())
   chex.assert_trees_all_equal(jax.jit(step)(stacked), replica(expected))

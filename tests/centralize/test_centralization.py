@@ -170,8 +170,8 @@ def test_the_fan_in_is_the_axes_that_the_loss_sums_over(passed_to):
   tx = optax_boost.centralize(**({"layers": layers} if passed_to == "factory" else {}))
   extra = {"layers": layers} if passed_to == "update" else {}
   updates, _ = tx.update(grads, tx.init(grads), **extra)
-  for module, of_module in grads.items():
-    for name, g in of_module.items():
+  for module, gradients in grads.items():
+    for name, g in gradients.items():
       mean = np.mean(g, FAN_INS[name], keepdims=True) if name in FAN_INS else 0
       np.testing.assert_allclose(updates[module][name], g - mean, rtol=1e-5, atol=1e-6)
 
@@ -189,8 +189,8 @@ def test_in_the_train_step_the_fan_in_needs_no_argument(inside):
   }[inside]
   step = optax_boost.make_train_step(einsums, tx, donate=False)
   state, _ = step(step.init(params), x)
-  for module, of_module in jax.device_get(einsums_gradient(params, x)).items():
-    for name, g in of_module.items():
+  for module, gradients in jax.device_get(einsums_gradient(params, x)).items():
+    for name, g in gradients.items():
       mean = np.mean(g, FAN_INS[name], keepdims=True) if name in FAN_INS else 0
       moved = params[module][name] - np.asarray(state.params[module][name])
       closeness.assert_within_ulps(
@@ -215,8 +215,8 @@ def test_convolutions_are_distinguished_by_their_groups():
   np.testing.assert_array_equal(updates.pop("depthwise"), grads["depthwise"])
   for update in updates.values():
     np.testing.assert_allclose(np.mean(update, (0, 1, 2)), 0, atol=1e-6)
-  of_grouped = centralized(grads, layers=layers, exclude="grouped")["grouped"]
-  np.testing.assert_array_equal(of_grouped, grads["grouped"])
+  grouped = centralized(grads, layers=layers, exclude="grouped")["grouped"]
+  np.testing.assert_array_equal(grouped, grads["grouped"])
 
 
 def test_masked_trees_select_leaves_by_their_paths():

@@ -415,9 +415,9 @@ def test_leaves_permuted_together_equal_leaves_permuted_one_by_one(make):
     return found
 
   updates, permutation = jax.jit(functools.partial(step, make(layers=described)))(tree, grads)
-  for name, (expected, of_one) in one_by_one(tree, grads).items():
+  for name, (expected, expected_permutation) in one_by_one(tree, grads).items():
     jax.tree.map(same_bits, updates[name], expected[name])
-    jax.tree.map(same_bits, permutation[name], of_one[name])
+    jax.tree.map(same_bits, permutation[name], expected_permutation[name])
     assert np.any(np.asarray(updates[name]["kernel"]))
 
 

@@ -136,8 +136,8 @@ def adasum(
     ...   jax.shard_map, mesh=mesh, in_specs=(P(), P(), P("replicas")), out_specs=P()
     ... )
     ... def step(params, state, x):
-    ...   own = jax.lax.pcast(params, "replicas", to="varying")
-    ...   updates, state = tx.update(jax.grad(loss_fn)(own, x), state, params)
+    ...   varying = jax.lax.pcast(params, "replicas", to="varying")
+    ...   updates, state = tx.update(jax.grad(loss_fn)(varying, x), state, params)
     ...   return optax.apply_updates(params, updates), state
     >>> params = {"w": jnp.zeros(3)}
     >>> x = jnp.ones((2 * jax.device_count(), 3))
@@ -166,7 +166,7 @@ def adasum(
   if len({*axes, *local_axes, *shard_axes}) < sum(map(len, every_axis)):
     raise ValueError(f"`adasum` needs an axis of its own for each purpose; got {names}.")
   patterns = _check_groups(groups)
-  own_layers = _leaves.check_layers(layers)
+  factory_layers = _leaves.check_layers(layers)
 
   def init(params: optax.Params) -> AdasumState:
     _group_numbers(_paths.leaf_paths(params), patterns)
@@ -177,14 +177,14 @@ def adasum(
   ) -> tuple[optax.Updates, AdasumState]:
     for argument, value in names.items():
       _mesh_axes.require_axis(argument, value, "adasum", optional=argument != "axis_name")
-    known = own_layers or _leaves.check_layers(layers)
-    paths, parts, join = _layers.split_layers(updates, known)
-    if not parts:
+    layer_axes = factory_layers or _leaves.check_layers(layers)
+    paths, single_layers, join = _layers.split_layers(updates, layer_axes)
+    if not single_layers:
       return updates, state
-    _leaves.warn_of_unknown_axes("adasum", _layer_axes.leaves_of(updates), known)
-    check_not_summed(parts, axes + local_axes)
+    _leaves.warn_of_unknown_axes("adasum", _layer_axes.leaves_of(updates), layer_axes)
+    check_not_summed(single_layers, axes + local_axes)
     outputs, orthogonality, notfinite = _reduction.reduce_over_devices(
-      parts, _group_numbers(paths, patterns), axes, local_axes, shard_axes
+      single_layers, _group_numbers(paths, patterns), axes, local_axes, shard_axes
     )
     return join(outputs), AdasumState(
       orthogonality=orthogonality,
@@ -204,8 +204,8 @@ def check_not_summed(leaves: Sequence[jax.Array], axes: tuple[str, ...]) -> None
   varying = frozenset[str]().union(*(_mesh_axes.varying_axes(jax.typeof(leaf)) for leaf in leaves))
   for name in axes:
     # Without `check_vma` nothing varies.
-    of_axis = _mesh_axes.varying_axes(jax.typeof(jax.lax.axis_index(name)))
-    if name in of_axis and name not in varying:
+    varying_axes_here = _mesh_axes.varying_axes(jax.typeof(jax.lax.axis_index(name)))
+    if name in varying_axes_here and name not in varying:
       raise ValueError(
         f"`adasum` needs gradients that differ along the axis '{name}'; these are the same"
         " everywhere. Inside `jax.shard_map`, gradients with respect to replicated params have"

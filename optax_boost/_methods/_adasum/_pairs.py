@@ -49,8 +49,8 @@ def power(exponents: jax.Array, dtype: Any) -> jax.Array:
 
 def bounds_of(largest: jax.Array) -> jax.Array:
   """The exponents e of nodes, from their largest entries."""
-  known = (largest > 0) & jnp.isfinite(largest)
-  return jnp.where(known, jnp.frexp(jnp.where(known, largest, 1))[1], _LOWEST)
+  positive = (largest > 0) & jnp.isfinite(largest)
+  return jnp.where(positive, jnp.frexp(jnp.where(positive, largest, 1))[1], _LOWEST)
 
 
 def scales_of(bounds: jax.Array) -> jax.Array:
@@ -80,8 +80,8 @@ def pair_up(sums: Sums, scales: jax.Array) -> tuple[Factors, jax.Array]:
   ratio = norms[:, second] - norms[:, first]
   factors = Factors((ratio, -ratio), (share(squares[:, first]), share(squares[:, second])))
   # The norm of an adaptive sum is at most 3/2 of the summed norms.
-  of_pairs = jnp.maximum(norms[:, first], norms[:, second]) + 2
-  return factors, jnp.concatenate([of_pairs, norms[:, 2 * pairs :]], axis=1)
+  pair_bounds = jnp.maximum(norms[:, first], norms[:, second]) + 2
+  return factors, jnp.concatenate([pair_bounds, norms[:, 2 * pairs :]], axis=1)
 
 
 def combine(nodes: jax.Array, factors: Factors, group: jax.Array) -> jax.Array:
@@ -91,8 +91,8 @@ def combine(nodes: jax.Array, factors: Factors, group: jax.Array) -> jax.Array:
 
   def reduced(node: jax.Array, ratio: jax.Array, share: jax.Array) -> jax.Array:
     root = ratio[group] // 2
-    other = share[group].astype(node.dtype) * power(ratio[group] - root, node.dtype)
-    return node - node * power(root, node.dtype)[:, None] * other[:, None]
+    subtrahend = share[group].astype(node.dtype) * power(ratio[group] - root, node.dtype)
+    return node - node * power(root, node.dtype)[:, None] * subtrahend[:, None]
 
   sides = zip((first, second), factors.ratios, factors.shares, strict=True)
   a, b = (reduced(*side) for side in sides)

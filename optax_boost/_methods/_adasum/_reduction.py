@@ -21,7 +21,7 @@ def reduce_stacked(leaves: list[jax.Array], groups: tuple[int, ...]) -> list[jax
   layouts = _chunks.layouts(
     [jax.eval_shape(lambda x: x[0], leaf) for leaf in leaves], groups, chunks=1
   )
-  largest = _of_groups(jnp.stack(list(map(jax.vmap(_largest), leaves)), axis=1), groups)
+  largest = _largest_of_groups(jnp.stack(list(map(jax.vmap(_largest), leaves)), axis=1), groups)
   chunks = []
   for layout in layouts:
     rows = [leaves[i].reshape(replicas, -1 if leaves[i].size else 0) for i in layout.leaves]
@@ -46,9 +46,9 @@ def reduce_over_devices(
   every_axis = axes + local_axes + shard_axes
   layouts = _chunks.layouts(leaves, groups, chunks=replicas * nearby)
   owner = jax.lax.axis_index(local_axes + axes)
-  of_replica = jnp.arange(replicas)[:, None] == jax.lax.axis_index(axes)
-  largest = jnp.where(of_replica, jnp.stack(list(map(_largest, leaves))), 0)
-  largest = jax.lax.pmax(_of_groups(largest, groups), every_axis)
+  is_this_replica = jnp.arange(replicas)[:, None] == jax.lax.axis_index(axes)
+  largest = jnp.where(is_this_replica, jnp.stack(list(map(_largest, leaves))), 0)
+  largest = jax.lax.pmax(_largest_of_groups(largest, groups), every_axis)
   chunks = []
   for layout in layouts:
     x = _chunks.pack(leaves, layout, replicas * nearby, owner)
@@ -58,8 +58,8 @@ def reduce_over_devices(
       x = jax.lax.all_to_all(x, axes, 0, 0, tiled=True)
     chunks.append(_chunks.Chunk(layout, list(x), jnp.asarray(layout.blocks)[owner]))
   total = functools.partial(jax.lax.psum, axis_name=every_axis)
-  parts, orthogonality, finite = _walk(chunks, largest, total)
-  vectors = [_gather(part, local_axes + axes) for part in parts]
+  chunks_of_result, orthogonality, finite = _walk(chunks, largest, total)
+  vectors = [_gather(chunk, local_axes + axes) for chunk in chunks_of_result]
   outputs = _only_finite(_chunks.unpack(layouts, vectors), groups, finite)
   return outputs, orthogonality, ~jnp.all(finite)
 
@@ -73,7 +73,7 @@ def _largest(leaf: jax.Array) -> jax.Array:
   return jnp.where(jnp.isnan(wide), jnp.inf, wide)
 
 
-def _of_groups(largest: jax.Array, groups: Sequence[int]) -> jax.Array:
+def _largest_of_groups(largest: jax.Array, groups: Sequence[int]) -> jax.Array:
   """The largest magnitudes of groups on each replica ``(G, N)``, from the leaves' ``(N, L)``."""
   members = np.arange(max(groups) + 1)[:, None, None] == np.array(groups)
   return jnp.max(jnp.where(members, largest, 0), axis=2)
@@ -103,16 +103,14 @@ def _walk(
   finite = jnp.all(_finiteness.finite_entries(largest), axis=1)
   while factors is None or bounds.shape[1] > 1:
     scales = _pairs.scales_of(bounds)
-    passes = [_pass(*of_chunk, factors, scales) for of_chunk in zip(chunks, nodes, strict=True)]
-    nodes = [of_level for of_level, _ in passes]
+    passes = [_pass(*pair, factors, scales) for pair in zip(chunks, nodes, strict=True)]
+    nodes = [new_nodes for new_nodes, _ in passes]
     sums = total(functools.reduce(functools.partial(jax.tree.map, jnp.add), [s for _, s in passes]))
     finite &= jnp.all(jnp.isfinite(sums.squares), axis=1)
     levels.append((sums, scales))
     factors, bounds = _pairs.pair_up(sums, scales)
-  nodes = [_pass(*of_chunk, factors, None)[0] for of_chunk in zip(chunks, nodes, strict=True)]
-  result = [
-    of_chunk[0].astype(chunk.layout.dtype) for of_chunk, chunk in zip(nodes, chunks, strict=True)
-  ]
+  roots = [_pass(*pair, factors, None)[0][0] for pair in zip(chunks, nodes, strict=True)]
+  result = [root.astype(chunk.layout.dtype) for root, chunk in zip(roots, chunks, strict=True)]
   return result, _pairs.orthogonality(*levels[0], *levels[-1]), finite
 
 

@@ -97,13 +97,13 @@ def fit_subspace(
   _groups.check_groups(groups)
   key = None if key is None else _checks.as_key("key", key)
   blocks, snapshot = _read(snapshots, components + _pca.GUARD)
-  of_tree = _groups.find_groups(snapshot, groups, "fit_subspace")
+  leaf_groups = _groups.find_groups(snapshot, groups, "fit_subspace")
   if isinstance(blocks, _Blocks):
-    fitted = _fit(blocks, key, components, jnp.dtype(dtype), of_tree)
+    fitted = _fit(blocks, key, components, jnp.dtype(dtype), leaf_groups)
   else:
     ((_, used),) = blocks
     _check_enough(len(used) if isinstance(used, jax.core.Tracer) else int(used.sum()), components)
-    fitted = _jitted_fit(blocks, key, components, jnp.dtype(dtype), of_tree)
+    fitted = _jitted_fit(blocks, key, components, jnp.dtype(dtype), leaf_groups)
   subspace, bad, rank, total = fitted
   if not isinstance(total, jax.core.Tracer):
     _check_fit(np.flatnonzero(bad), int(rank), total, components)

@@ -43,10 +43,10 @@ def find_groups(tree: Any, plan: Plan, method: str) -> SubspaceGroups:
   if plan is None:
     return SubspaceGroups((LeafGroups((), (0,)),) * len(jax.tree.leaves(tree)), 1)
   numbers = _layer_groups.group_numbers(tree, plan, method)
-  return SubspaceGroups(tuple(map(_of_number, numbers)), _layer_groups.count_groups(plan))
+  return SubspaceGroups(tuple(map(_leaf_groups, numbers)), _layer_groups.count_groups(plan))
 
 
-def _of_number(number: _layer_groups.GroupNumber) -> LeafGroups:
+def _leaf_groups(number: _layer_groups.GroupNumber) -> LeafGroups:
   if np.ndim(number) == 0:
     return LeafGroups((), (int(number),))
   axis = int(np.argmax(np.shape(number)))

@@ -46,17 +46,17 @@ def products(a: Any, b: Any, groups: SubspaceGroups) -> jax.Array:
   by_layer: list[jax.Array] = []
   numbers: list[int] = []
   for indices in _arrays.stackable(groups.leaves, a_leaves, b_leaves):
-    of_leaf = groups.leaves[indices[0]]
-    if of_leaf.axes:
-      by_layer += [_contract(a_leaves[i], b_leaves[i], of_leaf.axes) for i in indices]
-      numbers += len(indices) * of_leaf.numbers
+    leaf_groups = groups.leaves[indices[0]]
+    if leaf_groups.axes:
+      by_layer += [_contract(a_leaves[i], b_leaves[i], leaf_groups.axes) for i in indices]
+      numbers += len(indices) * leaf_groups.numbers
     else:
       # XLA 9: one product for all, as the code of each product is compiled by itself on CPUs.
       b_is_stacked = b_leaves[indices[0]].ndim == a_leaves[indices[0]].ndim
       a_joined = jnp.stack([a_leaves[i] for i in indices], 1)
       b_joined = jnp.stack([b_leaves[i] for i in indices], int(b_is_stacked))
       by_layer.append(_contract(a_joined, b_joined, ()))
-      numbers += of_leaf.numbers
+      numbers += leaf_groups.numbers
   return _sum_by_group(by_layer, numbers, groups)
 
 
@@ -101,20 +101,20 @@ def combine(coefficients: jax.Array, rows: Any, groups: SubspaceGroups) -> Any:
   A stacked tree of c rows, in at least float32; for coefficients [G, k] a tree that is not stacked.
   """
 
-  def one(x: jax.Array, of_leaf: LeafGroups) -> jax.Array:
+  def one(x: jax.Array, leaf_groups: LeafGroups) -> jax.Array:
     x = _arrays.widen(x)
-    if not of_leaf.axes:
-      of_group = coefficients[of_leaf.numbers[0]].astype(x.dtype)
-      return jnp.tensordot(of_group, x, 1, precision=PRECISION)
-    layers = [x.shape[1 + axis] for axis in of_leaf.axes]
-    by_layer = coefficients[np.array(of_leaf.numbers, int)].astype(x.dtype)
+    if not leaf_groups.axes:
+      group_coefficients = coefficients[leaf_groups.numbers[0]].astype(x.dtype)
+      return jnp.tensordot(group_coefficients, x, 1, precision=PRECISION)
+    layers = [x.shape[1 + axis] for axis in leaf_groups.axes]
+    by_layer = coefficients[np.array(leaf_groups.numbers, int)].astype(x.dtype)
     by_layer = by_layer.reshape(*layers, *coefficients.shape[1:])
     # On a mesh of Explicit axes layers must have one sharding.
     sharding = jax.typeof(x).sharding
-    spec = [sharding.spec[1 + axis] for axis in of_leaf.axes] + [None] * (coefficients.ndim - 1)
+    spec = [sharding.spec[1 + axis] for axis in leaf_groups.axes] + [None] * (coefficients.ndim - 1)
     same = jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec(*spec))
     by_layer = _placement.place_by(by_layer, same)
-    batch = tuple(range(len(layers))), tuple(1 + axis for axis in of_leaf.axes)
+    batch = tuple(range(len(layers))), tuple(1 + axis for axis in leaf_groups.axes)
     combined = jax.lax.dot_general(
       by_layer,
       x,
@@ -122,7 +122,7 @@ def combine(coefficients: jax.Array, rows: Any, groups: SubspaceGroups) -> Any:
       PRECISION,
       preferred_element_type=x.dtype,
     )
-    several = coefficients.ndim - 2
-    return jnp.moveaxis(combined, batch[0], [several + axis for axis in of_leaf.axes])
+    output_axes = coefficients.ndim - 2
+    return jnp.moveaxis(combined, batch[0], [output_axes + axis for axis in leaf_groups.axes])
 
   return _trees.map_leaves(one, rows, groups.leaves)

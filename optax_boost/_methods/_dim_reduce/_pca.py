@@ -146,8 +146,8 @@ def principal_components(
     start, total = 0, None
     for rows in centred:
       stop = start + len(jax.tree.leaves(rows)[0])
-      of_block = _combine(coefficients[..., start:stop], rows, groups)
-      total = of_block if total is None else jax.tree.map(jnp.add, total, of_block)
+      block_sum = _combine(coefficients[..., start:stop], rows, groups)
+      total = block_sum if total is None else jax.tree.map(jnp.add, total, block_sum)
       start = stop
     return total
 

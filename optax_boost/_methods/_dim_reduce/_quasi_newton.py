@@ -78,7 +78,7 @@ def bfgs_update(
 
 
 class Direction(NamedTuple):
-  """A step in the subspace of G groups, before its length is known."""
+  """A step in the subspace of G groups, before its length is positive."""
 
   gradient: jax.Array  # g_k, [G, k]
   inverse_hessian: jax.Array  # B, updated, [G, k, k]
@@ -138,8 +138,8 @@ def identities(state: Any) -> jax.Array:
 
 def ratio(numerator: jax.Array, denominator: jax.Array) -> jax.Array:
   """The ratio, or 0 if the denominator is 0."""
-  known = denominator > 0
-  return jnp.where(known, numerator / jnp.where(known, denominator, 1), 0)
+  positive = denominator > 0
+  return jnp.where(positive, numerator / jnp.where(positive, denominator, 1), 0)
 
 
 class Search(NamedTuple):

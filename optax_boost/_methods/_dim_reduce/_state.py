@@ -156,8 +156,8 @@ def refresh_subspace(
   def renewed(node: Any) -> Any:
     if not is_state(node):
       return node
-    of_tree = _groups.find_groups(node.momentum, groups, "refresh_subspace")
-    shape = (of_tree.number, subspace.components)
+    new_groups = _groups.find_groups(node.momentum, groups, "refresh_subspace")
+    shape = (new_groups.number, subspace.components)
     if shape != node.projected_gradient.shape:
       raise ValueError(
         "`refresh_subspace` needs the number of groups and of components of the state's subspace,"
@@ -165,9 +165,9 @@ def refresh_subspace(
         " that many components."
       )
     basis = basis_like(subspace, node.momentum)
-    warn_of_long_rows(basis, of_tree)
+    warn_of_long_rows(basis, new_groups)
     # An NNX optimizer wraps each array in a variable.
-    leaves = jax.tree.leaves(_renew(node, basis, of_tree))
+    leaves = jax.tree.leaves(_renew(node, basis, new_groups))
     return jax.tree.unflatten(jax.tree.structure(node), leaves)
 
   if not _trees.find_states(opt_state, DimReduceState):

@@ -94,7 +94,11 @@ class Subspace(NamedTuple):
       with open(path, "rb") as file:
         loaded = np.load(file, allow_pickle=False)
         is_matrix = isinstance(loaded, np.ndarray)
-        saved = _of_matrix(loaded, like) if is_matrix else _of_arrays(dict(loaded), like)
+        saved = (
+          _subspace_from_matrix(loaded, like)
+          if is_matrix
+          else _subspace_from_arrays(dict(loaded), like)
+        )
     except (ValueError, EOFError, zipfile.BadZipFile) as error:
       raise ValueError(
         f"`Subspace.load` needs a file of `Subspace.save` for the params `like`, or MindSpore's"
@@ -110,7 +114,7 @@ class Subspace(NamedTuple):
     )
 
 
-def _of_arrays(arrays: dict[str, np.ndarray], like: Any) -> Subspace:
+def _subspace_from_arrays(arrays: dict[str, np.ndarray], like: Any) -> Subspace:
   """The subspace of a file of :meth:`Subspace.save`."""
   variances: Any = arrays.get("explained_variance", np.zeros(0))
   basis = jax.tree.map(lambda x: jax.ShapeDtypeStruct((*variances.shape, *x.shape), x.dtype), like)
@@ -127,7 +131,7 @@ def _of_arrays(arrays: dict[str, np.ndarray], like: Any) -> Subspace:
   return jax.tree.unflatten(jax.tree.structure(expected), [arrays[path] for path in paths])
 
 
-def _of_matrix(matrix: np.ndarray, like: Any) -> Subspace:
+def _subspace_from_matrix(matrix: np.ndarray, like: Any) -> Subspace:
   """The subspace of MindSpore's matrix ``[k, n]``."""
   leaves, structure = jax.tree.flatten(like)
   ends = np.cumsum([leaf.size for leaf in leaves])

@@ -9,7 +9,7 @@ Modules:
 from optax_boost._methods._less_bn._data_graph import (
   mark_norm as mark_norm,
   on_arrays as on_arrays,
-  trace_flows as trace_flows,
+  trace_data_graphs as trace_data_graphs,
 )
 from optax_boost._methods._less_bn._plan import (
   Plan as Plan,

@@ -26,7 +26,7 @@ _WINDOWS = ("cumsum", "cummax", "cumprod", "sort", "rev", "reduce_window")
 
 
 def mark_norm(x: jax.Array, path: str) -> jax.Array:
-  """Marks a normalization in a trace of the model, by a name that :func:`trace_flows` finds."""
+  """Marks a normalization in a trace of the model, by a name that :class:`Node` records."""
   return checkpoint_name(x, _MARK + path)
 
 
@@ -39,7 +39,7 @@ class Node(NamedTuple):
   path: str = ""  # the module of a normalization, or the param of a layer with weights
 
 
-class Flow:
+class DataGraph:
   """The graph of one input's data; see the top of the file."""
 
   def __init__(self, nodes: Sequence[Node], outputs: frozenset[int]):
@@ -50,11 +50,11 @@ class Flow:
     self.gate = [0] * len(nodes)
     for n, node in enumerate(nodes[1:], 1):
       gate = node.inputs[0]
-      for other in node.inputs:
-        self.ancestors[n] |= self.ancestors[other] | 1 << other
+      for operand in node.inputs:
+        self.ancestors[n] |= self.ancestors[operand] | 1 << operand
         # A node's gate has a smaller number than the node.
-        while gate != other:
-          gate, other = self.gate[max(gate, other)], min(gate, other)
+        while gate != operand:
+          gate, operand = self.gate[max(gate, operand)], min(gate, operand)
       self.gate[n] = gate
 
   def has_weights(self, n: int) -> bool:
@@ -87,15 +87,15 @@ class Flow:
     return all(self.nodes[i].shape == node.shape for i in node.inputs)
 
 
-def trace_flows(
+def trace_data_graphs(
   apply: Callable[..., Any], params: Any, state: Any, args: tuple[Any, ...], kwargs: Any
-) -> list[Flow]:
+) -> list[DataGraph]:
   """Traces ``apply(params, state, *args, **kwargs)`` and follows each array among its inputs.
 
   Everything may be abstract; inputs that are not arrays (flags, strings) are passed on unchanged.
   """
-  of_arrays, arrays = on_arrays(apply, args, kwargs)
-  closed = jax.make_jaxpr(of_arrays)((params, state), *arrays)
+  call, arrays = on_arrays(apply, args, kwargs)
+  closed = jax.make_jaxpr(call)((params, state), *arrays)
   paths = _paths.leaf_paths(params)
   first = len(closed.jaxpr.invars) - len(arrays)
   return [_follow(closed, paths, first + i) for i in range(len(arrays))]
@@ -113,12 +113,12 @@ def on_arrays(
   leaves, structure = jax.tree.flatten((args, kwargs))
   arrays = {i: leaf for i, leaf in enumerate(leaves) if is_abstract(leaf)}
 
-  def of_arrays(first: tuple[Any, ...], *values: Any) -> Any:
+  def call(first: tuple[Any, ...], *values: Any) -> Any:
     full = dict(enumerate(leaves)) | dict(zip(arrays, values, strict=True))
     args, kwargs = jax.tree.unflatten(structure, full.values())
     return function(*first, *args, **kwargs)
 
-  return of_arrays, list(arrays.values())
+  return call, list(arrays.values())
 
 
 class _Value(NamedTuple):
@@ -160,10 +160,10 @@ class _Follower(_jaxpr.Interpreter[_Value]):
     return _Value(len(self._nodes) - 1)
 
 
-def _follow(closed: Any, paths: Sequence[str], data: int) -> Flow:
+def _follow(closed: Any, paths: Sequence[str], data: int) -> DataGraph:
   values = [_Value(params=(path,)) for path in paths]
   values += [_Value()] * (len(closed.jaxpr.invars) - len(paths))
   values[data] = _Value(0)
   nodes = [Node("input", (), closed.jaxpr.invars[data].aval.shape)]
   outputs = _Follower(nodes).run(closed, values)
-  return Flow(nodes, frozenset(v.node for v in outputs if v.node is not None))
+  return DataGraph(nodes, frozenset(v.node for v in outputs if v.node is not None))

@@ -38,9 +38,9 @@ Predicate: TypeAlias = Callable[[NormPlace], bool]
 
 
 class Trace(NamedTuple):
-  """A traced model: the flow of each of its inputs, and paths of its modules."""
+  """A traced model: the graph of each of its inputs, and paths of its modules."""
 
-  flows: list[_data_graph.Flow]
+  graphs: list[_data_graph.DataGraph]
   norms: list[str]
   dense: list[str]
 
@@ -82,10 +82,12 @@ def make_plan(
       "`less_bn` traces the model, so it needs the model's inputs, arrays or"
       f" jax.ShapeDtypeStruct, as for a call; got {got}."
     )
-  flows, norms, dense = trace(args, kwargs)
+  graphs, norms, dense = trace(args, kwargs)
   places = {path: NormPlace(path, "outside") for path in norms}
-  places |= {path: place for path, place in _places(flows).items() if path in places}
-  removed = tuple(path for path, place in places.items() if (predicate or _goes)(place))
+  places |= {path: place for path, place in _find_places(graphs).items() if path in places}
+  removed = tuple(
+    path for path, place in places.items() if (predicate or _is_removed_by_default)(place)
+  )
   if not removed:
     shown = "\n".join(f"  {p.path}: {p.role}, {p.layers} layers" for p in places.values())
     _warnings.warn(
@@ -93,7 +95,7 @@ def make_plan(
       f" `predicate` selects none. The model's BatchNorms:\n{shown or '  none'}",
       _warnings.NoEffectWarning,
     )
-  head = _last_dense(flows, dense) if fn_flag else None
+  head = _last_dense(graphs, dense) if fn_flag else None
   if fn_flag and head is None:
     _warnings.warn(
       "`less_bn` finds no last dense layer to normalize: a layer with other weights comes after"
@@ -106,59 +108,61 @@ def make_plan(
   return plan
 
 
-def _goes(place: NormPlace) -> bool:
+def _is_removed_by_default(place: NormPlace) -> bool:
   return place.role == "inner" and place.layers >= _BOTTLENECK
 
 
-def _places(flows: Sequence[_data_graph.Flow]) -> dict[str, NormPlace]:
+def _find_places(graphs: Sequence[_data_graph.DataGraph]) -> dict[str, NormPlace]:
   """The place of each BatchNorm over all inputs; a shared one is removed if each use would be."""
   places: dict[str, NormPlace] = {}
-  for flow in flows:
-    in_flow: dict[str, NormPlace] = {}
-    for n, place in _in_blocks(flow).items():
-      path = flow.nodes[n].path
-      other = in_flow.setdefault(path, place)
-      if other.role == "inner":
-        in_flow[path] = place if place.role != "inner" or place.layers < other.layers else other
-    for path, place in in_flow.items():
+  for graph in graphs:
+    in_graph: dict[str, NormPlace] = {}
+    for n, place in _places_in_blocks(graph).items():
+      path = graph.nodes[n].path
+      before = in_graph.setdefault(path, place)
+      if before.role == "inner":
+        in_graph[path] = place if place.role != "inner" or place.layers < before.layers else before
+    for path, place in in_graph.items():
       if places.get(path, place).role in ("outside", place.role):
         places[path] = place
   return places
 
 
-def _in_blocks(flow: _data_graph.Flow) -> dict[int, NormPlace]:
+def _places_in_blocks(graph: _data_graph.DataGraph) -> dict[int, NormPlace]:
   """The place of each BatchNorm in the innermost block around it, by the BatchNorm's node."""
-  outside = {n: NormPlace(flow.nodes[n].path, "outside") for n in flow.norms}
+  outside = {n: NormPlace(graph.nodes[n].path, "outside") for n in graph.norms}
   places = {n: (math.inf, place) for n, place in outside.items()}
-  for end, node in enumerate(flow.nodes):
+  for end, node in enumerate(graph.nodes):
     if node.kind not in ("add", "add_any") or len(node.inputs) != 2:
       continue
-    sides = [flow.between(flow.gate[end], operand) for operand in node.inputs]
-    weights = [sum(map(flow.has_weights, side)) for side in sides]
+    sides = [graph.between(graph.gate[end], operand) for operand in node.inputs]
+    weights = [sum(map(graph.has_weights, side)) for side in sides]
     size = sum(map(len, sides))
-    for side, own, other in zip(sides, weights, reversed(weights), strict=True):
+    for side, layers, opposite in zip(sides, weights, reversed(weights), strict=True):
       for n in side:
         if n in places and size < places[n][0]:
-          places[n] = size, _place(flow, n, side, shortcut=own <= 1 and own < other)
+          places[n] = size, _norm_place(graph, n, side, shortcut=layers <= 1 and layers < opposite)
   return {n: place for n, (_, place) in places.items()}
 
 
-def _place(flow: _data_graph.Flow, n: int, side: list[int], *, shortcut: bool) -> NormPlace:
-  norms = [m for m in side if flow.nodes[m].kind == "norm"]
-  before = {flow.source(m) for m in norms}
-  weights = [m for m in side if flow.has_weights(m)]
-  layers = sum(m in before or flow.nodes[flow.source(m)].kind == "norm" for m in weights)
-  inner = any(flow.leads_to(n, m) for m in norms)
+def _norm_place(
+  graph: _data_graph.DataGraph, n: int, side: list[int], *, shortcut: bool
+) -> NormPlace:
+  norms = [m for m in side if graph.nodes[m].kind == "norm"]
+  before = {graph.source(m) for m in norms}
+  weights = [m for m in side if graph.has_weights(m)]
+  layers = sum(m in before or graph.nodes[graph.source(m)].kind == "norm" for m in weights)
+  inner = any(graph.leads_to(n, m) for m in norms)
   role: Role = "shortcut" if shortcut else "inner" if inner else "last"
-  return NormPlace(flow.nodes[n].path, role, layers)
+  return NormPlace(graph.nodes[n].path, role, layers)
 
 
-def _last_dense(flows: Sequence[_data_graph.Flow], dense: Collection[str]) -> str | None:
-  for flow in flows:
+def _last_dense(graphs: Sequence[_data_graph.DataGraph], dense: Collection[str]) -> str | None:
+  for graph in graphs:
     before = {
-      n for out in flow.outputs for n in range(out + 1) if n == out or flow.leads_to(n, out)
+      n for out in graph.outputs for n in range(out + 1) if n == out or graph.leads_to(n, out)
     }
-    weights = [_module(flow.nodes[n].path) for n in sorted(before) if flow.has_weights(n)]
+    weights = [_module(graph.nodes[n].path) for n in sorted(before) if graph.has_weights(n)]
     if weights and weights[-1] in dense:
       return weights[-1]
   return None

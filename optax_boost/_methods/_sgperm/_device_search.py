@@ -91,16 +91,16 @@ def _permute(work: _host_search.Work, sizes: tuple[int, int], remainder: bool) -
   size = jnp.minimum(work.size, n)
   position = _by_subset_and_weight(work.weights, work.order, size)
   values = _sorting.gather(work.weights, position)
-  wanted = _sorting.gather(work.momentum, position)
-  segment = jnp.arange(n, dtype=jnp.int32) // size
-  pieces = -(-n // size)
+  recommended = _sorting.gather(work.momentum, position)
+  subset = jnp.arange(n, dtype=jnp.int32) // size
+  subsets = -(-n // size)
   # The negation makes NaN idle.
-  idle = jnp.logical_not(jnp.abs(wanted) > 0)
+  idle = jnp.logical_not(jnp.abs(recommended) > 0)
   if not remainder:
-    idle |= ((pieces > 1) & (segment == pieces - 1))[:, None]
+    idle |= ((subsets > 1) & (subset == subsets - 1))[:, None]
   lanes = -(-n // sizes[0])
-  order = _by_falling_size(jnp.where(idle, 0, jnp.abs(wanted)), segment, lanes)
-  up, down = (wanted < 0) & ~idle, (wanted > 0) & ~idle
+  order = _by_falling_size(jnp.where(idle, 0, jnp.abs(recommended)), subset, lanes)
+  up, down = (recommended < 0) & ~idle, (recommended > 0) & ~idle
 
   def search(least: int, most: int) -> jax.Array:
     lanes, words = -(-n // least), -(-most // 32)
@@ -153,9 +153,9 @@ def _rounded(x: jax.Array, dtype: Any) -> jax.Array:
   return jax.lax.reduce_precision(x, int(info.nexp), int(info.nmant))
 
 
-def _by_falling_size(sizes: jax.Array, segment: jax.Array, lanes: int) -> jax.Array:
-  """Each segment's entries by falling size, of equal ones the last first."""
-  high = jnp.broadcast_to(jnp.flip(segment, 0)[:, None], sizes.shape).astype(jnp.uint32)
+def _by_falling_size(sizes: jax.Array, subset: jax.Array, lanes: int) -> jax.Array:
+  """Each subset's entries by falling size, of equal ones the last first."""
+  high = jnp.broadcast_to(jnp.flip(subset, 0)[:, None], sizes.shape).astype(jnp.uint32)
   index = _sorting.argsort(jnp.flip(-sizes, 0), high, (lanes - 1).bit_length())
   return sizes.shape[0] - 1 - index
 

@@ -151,16 +151,16 @@ def _in_blocks(kernel: Kernel, arrays: Sequence[jax.Array], moving: int) -> Sequ
     return kernel(*arrays)
   width = -(-vectors // blocks)
 
-  def one(k: jax.Array, done: Sequence[jax.Array]) -> list[jax.Array]:
+  def run_block(k: jax.Array, done: Sequence[jax.Array]) -> list[jax.Array]:
     # The last block overlaps the one before it, and repeats its results.
     start = jnp.minimum(k * width, vectors - width)
-    blocks = kernel(*(jax.lax.dynamic_slice_in_dim(x, start, width, 1) for x in arrays))
+    results = kernel(*(jax.lax.dynamic_slice_in_dim(x, start, width, 1) for x in arrays))
     return [
       jax.lax.dynamic_update_slice_in_dim(x, block, start, 1)
-      for x, block in zip(done, blocks, strict=True)
+      for x, block in zip(done, results, strict=True)
     ]
 
-  return jax.lax.fori_loop(0, blocks, one, list(map(jnp.zeros_like, arrays[:moving])))
+  return jax.lax.fori_loop(0, blocks, run_block, list(map(jnp.zeros_like, arrays[:moving])))
 
 
 def _across_devices(
@@ -177,8 +177,10 @@ def _across_devices(
   joined = _exchanged(leaves, axes, mesh, _hint(first, axes, mesh.size))
   moved = kernel(*(x.reshape(-1, *x.shape[axes:]) for x in joined))
   stacked = [x.reshape(*first.shape[:axes], *x.shape[1:]) for x in moved]
-  apart = [[jax.lax.index_in_dim(x, i, axes, False) for i in range(x.shape[axes])] for x in stacked]
-  return [list(jnp.moveaxis(x, axes, 0)) for x in _exchanged(apart, axes, mesh)]
+  unstacked = [
+    [jax.lax.index_in_dim(x, i, axes, False) for i in range(x.shape[axes])] for x in stacked
+  ]
+  return [list(jnp.moveaxis(x, axes, 0)) for x in _exchanged(unstacked, axes, mesh)]
 
 
 def _mesh_of(arrays: list[jax.Array]) -> jax.sharding.AbstractMesh | None:
@@ -201,12 +203,12 @@ def _exchanged(
     *[None] * axes, *[jax.sharding.PartitionSpec.UNCONSTRAINED] * (stacks[0][0].ndim + 1 - axes)
   )
   for size in dict.fromkeys(sizes):
-    of_size = [k for k, item_size in enumerate(sizes) if item_size == size]
-    packed = jnp.stack([cast(x, f"uint{8 * size}") for k in of_size for x in stacks[k]], axes)
+    same_size = [k for k, item_size in enumerate(sizes) if item_size == size]
+    packed = jnp.stack([cast(x, f"uint{8 * size}") for k in same_size for x in stacks[k]], axes)
     packed = jax.lax.with_sharding_constraint(packed, jax.sharding.NamedSharding(mesh, spec))
     if hint is not None:
       packed = jnp.where(hint, 0, packed)
-    for k, stack in zip(of_size, jnp.split(packed, len(of_size), axes), strict=True):
+    for k, stack in zip(same_size, jnp.split(packed, len(same_size), axes), strict=True):
       exchanged[k] = cast(stack, stacks[k][0].dtype)
   return exchanged
 

@@ -61,32 +61,32 @@ def permute(work: Work, *, remainder: bool) -> np.ndarray:
     place = _stable_argsort(np.take_along_axis(values, order, 1))
     position = np.take_along_axis(order, place, 1)
     label = place // size
-  pieces = -(-n // size)
+  subsets = -(-n // size)
   row = np.arange(rows)[:, None]
   flat = position + row * n
-  wanted = momentum.ravel()[flat]
+  recommended = momentum.ravel()[flat]
   # The negation makes NaN idle.
-  idle = ~(np.abs(wanted) > 0)
-  if pieces > 1 and not remainder:
-    idle = idle | (label == pieces - 1)
-  group = np.where(idle, rows * pieces, row * pieces + label)
-  group = group.astype(np.min_scalar_type(rows * pieces)).ravel()
-  count = np.bincount(group, minlength=rows * pieces + 1)[:-1]
+  idle = ~(np.abs(recommended) > 0)
+  if subsets > 1 and not remainder:
+    idle = idle | (label == subsets - 1)
+  group = np.where(idle, rows * subsets, row * subsets + label)
+  group = group.astype(np.min_scalar_type(rows * subsets)).ravel()
+  count = np.bincount(group, minlength=rows * subsets + 1)[:-1]
   total = np.sum(count)
   entries = np.argsort(group, kind="stable")[:total]
   # Idle entries are dropped below. They get distinct sizes, since equal ones are sorted slowly.
-  apart = -1 - np.arange(n, dtype=np.float32)
-  by_size = _stable_argsort(np.where(idle, apart, np.abs(wanted)))[:, ::-1]
+  distinct = -1 - np.arange(n, dtype=np.float32)
+  by_size = _stable_argsort(np.where(idle, distinct, np.abs(recommended)))[:, ::-1]
   by_size = (by_size + row * n).ravel()
   by_size = by_size[np.argsort(group[by_size], kind="stable")[:total]]
   slot = np.empty(len(group), np.int64)
   slot[entries] = np.arange(total)
   ranges = np.max(weights, axis=1) - np.min(weights, axis=1)
-  epsilon = ranges[:, None] * work.brackets[count.reshape(rows, pieces)]
+  epsilon = ranges[:, None] * work.brackets[count.reshape(rows, subsets)]
   flat = flat.ravel()[entries]
   received = _run_search(
     values.ravel()[flat].astype(np.float64),
-    (wanted < 0).ravel()[entries],
+    (recommended < 0).ravel()[entries],
     slot[by_size],
     np.concatenate([[0], np.cumsum(count)]),
     epsilon.astype(np.float64).ravel(),

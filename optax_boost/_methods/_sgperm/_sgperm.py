@@ -400,8 +400,8 @@ def _permute_on_host(works: list[_host_search.Work], *, remainder: bool) -> list
     arrays = jax.tree.map(np.asarray, work)
     sources = np.empty(arrays.weights.shape, np.int32)
     for index in np.ndindex(sources.shape[:-2]):
-      one = jax.tree.map(lambda x, index=index: x[index], arrays)
-      sources[index] = _host_search.permute(one, remainder=remainder)
+      work_of_run = jax.tree.map(lambda x, index=index: x[index], arrays)
+      sources[index] = _host_search.permute(work_of_run, remainder=remainder)
     results.append(sources)
   return results
 
