@@ -1,19 +1,22 @@
 """Extra arguments of ``update``: gradients, and functions of params."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from optax_boost._foundation import _arrays, _masks, _types
 
+_Value = TypeVar("_Value")
 
-def require_extra(value: _types.Unchecked, name: str, method: str, purpose: str) -> None:
-  """Raises ValueError if ``update`` lacks an extra argument; `purpose` describes it."""
+
+def require_extra(value: _Value | None, name: str, method: str, purpose: str) -> _Value:
+  """Returns an extra argument; ValueError if ``update`` lacks it. `purpose` describes it."""
   if value is None:
     raise ValueError(
       f"`{method}` needs the extra argument `{name}` ({purpose}); got none. Call"
       f" `tx.update(grads, state, params, {name}=...)`, or let"
       " `optax_boost.make_train_step` do it."
     )
+  return value
 
 
 def as_jax_gradients(extra_args: _types.ExtraArgs) -> _types.ExtraArgs:

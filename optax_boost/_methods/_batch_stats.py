@@ -1,4 +1,4 @@
-"""The statistics of BatchNorms, estimated in one pass over batches.
+"""Estimates the statistics of BatchNorms in one pass over batches.
 
 s_b   a BatchNorm's mean or variance in batch b, the mean over its uses in the forward pass
 n_b   the batch's number of examples
@@ -7,7 +7,7 @@ s = sum_b n_b s_b / sum_b n_b
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ _METHOD = "estimate_batch_stats"
 _PATTERNS = "a regular expression, a sequence of them, at least one, or None"
 
 # A BatchNorm's mean and variance, by these names.
-Statistics = Mapping[str, Any]
+Statistics: TypeAlias = Mapping[str, jax.Array]
 STATISTICS = ("mean", "var")
 # The arguments of `summarize_uses`: two means over a BatchNorm's uses, and the numbers of uses.
 SUMS = ("batch_mean", "batch_var", "uses", "frozen_uses")
@@ -30,8 +30,8 @@ class Selection(NamedTuple):
   """The BatchNorms to estimate.
 
   Attributes:
-    paths: of the BatchNorms.
-    named: whether the user named them by `only`: then they are estimated even if the forward pass
+    paths: the paths of the BatchNorms.
+    named: whether the user named them by `only`. Then they are estimated even if the forward pass
       would not update them.
   """
 
@@ -42,7 +42,7 @@ class Selection(NamedTuple):
 def select(
   paths: Sequence[str], only: str | Sequence[str] | None, exclude: str | Sequence[str] | None
 ) -> Selection:
-  """The BatchNorms, by their paths, that `only` and `exclude` leave."""
+  """Selects the BatchNorms that `only` matches, or all, without those that `exclude` matches."""
   chosen = set(paths) if only is None else _matching("only", only, paths)
   if exclude is not None:
     chosen -= _matching("exclude", exclude, paths)
@@ -57,12 +57,17 @@ def _matching(argument: str, value: _types.Unchecked, paths: Sequence[str]) -> s
 
 
 def add_use(mean: jax.Array, new: jax.Array, uses: jax.Array) -> jax.Array:
-  """The mean over ``uses + 1`` uses of a statistic, from the mean over those before."""
+  """Adds the value `new` of a statistic to its mean over `uses` values."""
   return jnp.where(uses > 0, mean + (new - mean) / (uses + 1), new)
 
 
-def summarize_uses(mean: Any, var: Any, uses: Any, frozen_uses: Any) -> dict[str, Any]:
-  """What a batch tells of a BatchNorm: the means over its uses, and of which kinds these were."""
+def summarize_uses(
+  mean: jax.Array, var: jax.Array, uses: jax.Array, frozen_uses: jax.Array
+) -> Statistics:
+  """A BatchNorm's statistics in a batch: the means over its uses, and flags as numbers.
+
+  `missed`: there was no use in training mode. `frozen`: a use read the running statistics.
+  """
   missed, frozen = (uses == 0).astype(mean.dtype), (frozen_uses > 0).astype(mean.dtype)
   return {"mean": mean, "var": var, "missed": missed, "frozen": frozen}
 
@@ -74,7 +79,7 @@ def estimate(
   batches: Iterable[_types.Tree],
   weight_fn: _types.WeightFn | None,
 ) -> dict[str, Statistics]:
-  """The new statistics of BatchNorms by path, without those that keep theirs.
+  """The new statistics of the BatchNorms, by path; leaves out those whose statistics stay.
 
   ``summarize_batch(chosen, batch)`` returns :func:`summarize_uses` for each chosen BatchNorm.
   """
@@ -104,8 +109,7 @@ def estimate(
     raise ValueError(
       f"`{_METHOD}` needs BatchNorms that the forward pass updates; got only frozen ones, which"
       f" normalize by their running statistics: {_checks.shorten(frozen)}. Call the model in its"
-      " training mode (NNX: `model.train()`, Linen: by the arguments of its call, in `forward_fn`),"
-      " or name the BatchNorms to estimate: `only='.*'` names all."
+      " training mode, or name the BatchNorms to estimate: `only='.*'` names all."
     )
   if unreached := [path for path in missed if path not in frozen]:
     _warnings.warn_no_effect(
@@ -125,7 +129,7 @@ def estimate(
 
 @jax.jit
 def _finite_leaves(batch: _types.Tree) -> dict[str, jax.Array]:
-  """Whether each floating-point leaf of a batch is finite, by path."""
+  """For each floating-point leaf of a batch, by path, whether it is finite."""
   leaves = zip(_paths.leaf_paths(batch), jax.tree.leaves(batch), strict=True)
   return {
     path: jnp.all(_finiteness.finite_entries(leaf))
@@ -135,7 +139,7 @@ def _finite_leaves(batch: _types.Tree) -> dict[str, jax.Array]:
 
 
 def _refuse_bad_batch(finite: Sequence[dict[str, jax.Array]]) -> None:
-  """Raises ValueError for the first batch that is not finite; params may be the cause instead."""
+  """Raises ValueError for the first batch that is not finite, if any: params may be the cause."""
   for index, leaves in enumerate(finite):
     for path, is_finite in leaves.items():
       if not is_finite:

@@ -4,7 +4,7 @@ G_j <- G_j - mean_i(G_ij)      for each output j, i over the weights that lead t
 """
 
 import math
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -37,28 +37,29 @@ def centralize(
   .. math::
     G_{\cdot j} \leftarrow G_{\cdot j} - \frac{1}{n} \sum_{i=1}^{n} G_{ij}
 
-  for each output :math:`j`, :math:`i` over the :math:`n` weights that lead to it. It goes before
-  the optimizer in a chain; after ``optax.add_decayed_weights``, as in MindSpore, it centralizes the
-  decay too. A gradient that is not finite spoils the entries of its own output only. Kernels with
+  for each output :math:`j`, :math:`i` over the :math:`n` weights that lead to it. Put it before the
+  optimizer in a chain. After ``optax.add_decayed_weights``, as in MindSpore, it also centralizes
+  the decay. An entry that is not finite spoils only the gradients of its own output. Kernels with
   one weight per output are left alone, since the mean is the gradient itself.
 
-  :func:`make_train_step` reads the fan-in of every leaf from its trace of the loss. In a loop of
-  your own pass `layers`: without it, leaves are known by name and `layout` alone, and kernels of
-  einsums, stacked layers and experts are centralized over the wrong axes.
+  :func:`make_train_step` reads the fan-in of every leaf from its trace of the loss. In your own
+  loop pass `layers`. Without it the leaves' names and `layout` decide, and kernels of einsums,
+  stacked layers and experts are centralized over the wrong axes.
 
   Args:
-    exclude: the leaves to leave alone: regular expressions that match whole segments of the leaf's
-      path, a tree of bools, a callable from params to one, or None. ``"auto"``: biases,
-      normalizations, embeddings, depthwise convolutions and a normalized head. By name, kernels of
-      one input channel count as depthwise, and leaves with at most one axis are left alone.
+    exclude: the leaves to leave alone: regular expressions that match whole segments of a leaf's
+      path (``"conv"`` matches ``"block_1/conv/kernel"``), a tree of bools, a callable from params
+      to such a tree, or None. ``"auto"`` excludes biases, normalizations, embeddings, depthwise
+      convolutions and a normalized head. Where names decide, it excludes kernels of one input
+      channel and leaves with at most one axis.
     layout: where a kernel has its output axis, if `layers` does not tell: ``"flax"``, last: Dense
       ``(in, out)``, Conv ``HWIO``; ``"torch"``, first: ``(out, in, ...)``.
-    layers: what :func:`layer_axes` returns. None: the extra argument `layers` of ``update``, which
-      the train step passes.
+    layers: which axes of each leaf are layers, fan-in and outputs, as :func:`layer_axes` returns
+      it. None: the extra argument `layers` of ``update``, which the train step passes.
     axis_name: inside ``shard_map``, the mesh axes over which a fan-in axis of the params is
-      sharded into equal parts: means are taken across them. If an output axis or a stacked one is
-      sharded, too, name them by regular expression, as in ``{"down": "model"}``; the first that
-      matches a leaf counts. Not needed under ``jit``.
+      sharded into equal parts; means are taken across them. If other axes of some leaves are
+      sharded, map regular expressions to mesh axes, as in ``{"down": "model"}``; the first that
+      matches a leaf's path counts. Not needed under ``jit``.
 
   Returns:
     An :class:`optax.GradientTransformationExtraArgs` without state. Updates have the gradients'
@@ -88,7 +89,9 @@ def centralize(
   def fan_in(kernel: _layer_axes.Leaf) -> tuple[int, ...]:
     return _layer_axes.fan_in(kernel, layout) if kernel.axes is None else kernel.axes.fan_in
 
-  def centred(g: jax.Array, kernel: _layer_axes.Leaf, mesh_axes: Any) -> jax.Array:
+  def centred(
+    g: jax.Array, kernel: _layer_axes.Leaf, mesh_axes: _types.AxisName | None
+  ) -> jax.Array:
     i = fan_in(kernel)
     # The mean of one entry is that entry, so the update would be zero.
     if not i or (mesh_axes is None and math.prod(g.shape[axis] for axis in i) == 1):
@@ -98,10 +101,10 @@ def centralize(
     mean = mean if mesh_axes is None else jax.lax.pmean(mean, mesh_axes)
     return (wide - mean).astype(g.dtype)
 
-  def is_idle(plan: list[tuple[_layer_axes.Leaf, bool]]) -> bool:
+  def is_idle(plan: _leaves.Plan) -> bool:
     return bool(plan) and not any(fan_in(leaf) for leaf, skip in plan if not skip)
 
-  def warn_if_idle(tree: Any, layers: _layer_axes.LayerAxes | None) -> None:
+  def warn_if_idle(tree: _types.Tree, layers: _layer_axes.LayerAxes | None) -> None:
     if is_idle(plan := kernels.plan(tree, layers)):
       paths = [leaf.path for leaf, _ in plan]
       described = kernels.layer_axes(layers)
@@ -111,8 +114,8 @@ def centralize(
       )
 
   warn_once_if_idle = _trees.once_per_tree(warn_if_idle)
-  # Trees, by their paths, in which `init` finds no kernel by names and shapes. A trace of the loss
-  # may find one, so the first update decides whether to warn.
+  # The leaves' paths of trees in which `init` found no kernel by names and shapes. A trace of the
+  # loss may find one, so the first update decides whether to warn.
   undecided: set[tuple[str, ...]] = set()
 
   def init(params: optax.Params) -> optax.EmptyState:
@@ -124,7 +127,13 @@ def centralize(
       warn_once_if_idle(params, None)
     return optax.EmptyState()
 
-  def step(updates: Any, state: Any, params: Any, *, layers: Any = None) -> tuple[Any, Any]:
+  def step(
+    updates: optax.Updates,
+    state: optax.EmptyState,
+    params: optax.Params | None,
+    *,
+    layers: _types.Unchecked = None,
+  ) -> tuple[optax.Updates, optax.EmptyState]:
     layers = _leaves.check_layers(layers)
     # The train step passes `layers`, which describe kernels that names and shapes may miss.
     if undecided and tuple(_paths.leaf_paths(updates)) in undecided:
@@ -135,7 +144,7 @@ def centralize(
 
 
 def _left_alone(leaves: list[_layer_axes.Leaf], layout: str) -> list[bool]:
-  """Whether ``exclude="auto"`` leaves each leaf alone."""
+  """For each leaf, whether ``exclude="auto"`` leaves it alone."""
   # A normalized head divides its kernel by its norm, and has a `multiplier`.
   modules = [leaf.path.rpartition("/") for leaf in leaves]
   heads = {module for module, _, name in modules if name == "multiplier"}

@@ -13,7 +13,7 @@ arXiv:1708.03888, in the form of MXNet 2's ``optimizer.LARS``.
 
 from collections.abc import Callable, Sequence
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,10 +35,17 @@ from optax_boost._trace import _layer_axes
 
 
 @jax.jit
-def _trust_ratio(w2: Any, g2: Any, eta: Any, wd: Any, eps: Any, rate: Any) -> jax.Array:
+def _trust_ratio(
+  w2: jax.Array,
+  g2: jax.Array,
+  eta: jax.typing.ArrayLike,
+  wd: jax.typing.ArrayLike,
+  eps: jax.typing.ArrayLike,
+  rate: jax.typing.ArrayLike | None,
+) -> jax.Array:
   """The trust ratio from squared norms: 1 if a norm is zero, NaN if one is not finite.
 
-  If a rate is given, min(ratio / rate, 1).
+  With a rate it becomes min(ratio / rate, 1).
   """
   w, g = _root(w2), _root(g2)
   finite = jnp.isfinite(w + g)
@@ -54,7 +61,13 @@ def _trust_ratio(w2: Any, g2: Any, eta: Any, wd: Any, eps: Any, rate: Any) -> ja
 
 
 @jax.jit
-def _direction(g: jax.Array, w: jax.Array, ratio: Any, clip: Any, wd: Any) -> jax.Array:
+def _direction(
+  g: jax.Array,
+  w: jax.Array,
+  ratio: jax.Array | None,
+  clip: jax.typing.ArrayLike | None,
+  wd: jax.typing.ArrayLike,
+) -> jax.Array:
   """The direction ratio (clip(g) + wd w), in at least float32; 0 if the ratio is NaN.
 
   Without a ratio, entries that are not finite become 0.
@@ -73,17 +86,17 @@ class ScaleByLarsTrustRatioState(NamedTuple):
   """State of :func:`scale_by_lars_trust_ratio`.
 
   Attributes:
-    trust_ratio: float32 vector (float64 for float64 leaves), the last step's ratios, one per leaf,
-      in the order of the params' leaves; the mean over the layers of a leaf that holds many.
+    trust_ratio: float32 vector (float64 for float64 leaves), the last step's ratio of each leaf, in
+      the order of the params' leaves. A leaf that holds many layers has the mean of their ratios.
     notfinite_count: scalar int32, the steps in which a layer was not updated because the norm of
-      its gradient or of its weights was not finite; leaves that keep ratio 1 are not counted.
-    count: scalar int32, steps made, if `clip_ratio` is a schedule; otherwise None.
+      its gradient or of its weights was not finite. Leaves that keep ratio 1 are not counted.
+    count: scalar int32, the number of steps made, if `clip_ratio` is a schedule; otherwise None.
   """
 
   # XLA 23: one array for all leaves, as each array of a state costs a step some microseconds.
   trust_ratio: jax.Array
-  notfinite_count: jax.Array
-  count: jax.Array | None = None  # type: ignore[assignment]  # tuples have a method of this name
+  notfinite_count: _types.IntScalar
+  count: _types.IntScalar | None = None  # type: ignore[assignment]  # tuples have a method of this name
 
 
 def scale_by_lars_trust_ratio(
@@ -103,7 +116,7 @@ def scale_by_lars_trust_ratio(
   .. math::
     d = \frac{\eta |w|}{|g| + \lambda |w| + \epsilon} (\mathrm{clip}(g) + \lambda w)
 
-  A layer whose gradient or weights have no finite norm makes no step: its update is zero and
+  If the norm of a layer's gradient or weights is not finite, the layer's update is zero and
   `notfinite_count` grows, so one bad batch doesn't pollute the momentum. In a leaf that keeps ratio
   1, only the entries that are not finite are not updated.
 
@@ -112,22 +125,18 @@ def scale_by_lars_trust_ratio(
       every layer move faster. The default is the paper's, MXNet's and optax's.
     weight_decay: :math:`\lambda`; raising it shrinks weights faster and lowers the ratio.
     eps: :math:`\epsilon`; keeps the ratio bounded for tiny gradients.
-    clip: bound on each gradient entry, before the decay is added; the ratio is of the gradient as
-      it was, as in MXNet. None: no clipping.
+    clip: bound on each gradient entry, applied before the decay is added. As in MXNet, the ratio
+      has the norm of the gradient before clipping. None: no clipping.
     clip_ratio: the learning rate :math:`\alpha` that follows in the chain, a number or a schedule:
       the ratio :math:`r` becomes :math:`\min(r / \alpha, 1)`. None: the ratio is not clipped.
-    exclude: the leaves that keep ratio 1: regular expressions that match whole segments of the
-      leaf's path (``"conv"`` of ``"block_1/conv/kernel"``), a tree of bools, a callable from params
-      to one, or None. ``"auto"``: leaves named bias, scale, beta or gamma, and layers with at most
-      one axis.
-    weight_decay_mask: the leaves that are decayed, given in the same ways. None: all, as in MXNet.
-    layers: what :func:`layer_axes` returns, for leaves that hold many layers or experts: each of
-      these gets a ratio of its own. None: the extra argument `layers` of ``update``, which the
-      train step passes; without it, too, a leaf has one ratio.
-    axis_name: inside ``shard_map``, the mesh axes over which the params are sharded: norms are
-      summed over them. If a stacked axis is sharded, whose layers have norms of their own, name
-      them by regular expression, as in ``{"head": "model"}``; the first that matches a leaf counts.
-      Not needed under ``jit``.
+    exclude: the leaves that keep ratio 1, selected as in :func:`centralize`. ``"auto"``: leaves
+      named bias, scale, beta or gamma, and layers with at most one axis.
+    weight_decay_mask: the leaves that are decayed, selected in the same ways. None: all, as in
+      MXNet.
+    layers: as in :func:`centralize`; each layer and expert gets its own ratio. Without it, a leaf
+      that holds many has one ratio.
+    axis_name: as in :func:`centralize`: the mesh axes over which norms are summed. Where an axis
+      shards the stacked layers of a leaf, leave it out for this leaf.
 
   Returns:
     An :class:`optax.GradientTransformationExtraArgs` that needs `params`. Updates have the
@@ -177,21 +186,22 @@ def lars(
   momentum SGD does as well.
 
   Args:
-    learning_rate: :math:`\alpha`, a number or a schedule; inside the momentum, so a change of it
-      does not rescale past steps.
+    learning_rate: :math:`\alpha`, a number or a schedule. It scales what enters the momentum, so
+      a change of it does not rescale past steps.
     weight_decay: :math:`\lambda`; raising it shrinks weights faster and lowers the ratio.
     momentum: :math:`\mu`; raising it averages over more steps. None: no momentum, no buffer.
     trust_coefficient: :math:`\eta`. Kernels move at `learning_rate` times it, biases and
       normalizations at `learning_rate` itself.
-    eps: as in :func:`scale_by_lars_trust_ratio`, like `clip` and the arguments after `clip_ratio`.
+    eps: as in :func:`scale_by_lars_trust_ratio`.
     nesterov: whether the momentum looks one step ahead.
-    clip: bound on each gradient entry.
+    clip: as in :func:`scale_by_lars_trust_ratio`, a bound on each gradient entry.
     clip_ratio: whether the ratio :math:`r` becomes :math:`\min(r / \alpha, 1)`, so that LARS only
-      slows layers down: apex's LARC, whose trust coefficient is 0.02, MindSpore's `use_clip`.
-    exclude: leaves that keep ratio 1.
-    weight_decay_mask: leaves that are decayed.
-    layers: what :func:`layer_axes` returns, for one ratio per layer.
-    axis_name: inside ``shard_map``, the mesh axes over which the params are sharded.
+      slows layers down. This is apex's LARC, whose trust coefficient is 0.02, and MindSpore's
+      `use_clip`.
+    exclude: as in :func:`scale_by_lars_trust_ratio`, the leaves that keep ratio 1.
+    weight_decay_mask: as in :func:`scale_by_lars_trust_ratio`, the leaves that are decayed.
+    layers: as in :func:`centralize`; each layer and expert gets its own ratio.
+    axis_name: as in :func:`scale_by_lars_trust_ratio`, the mesh axes over which norms are summed.
 
   Returns:
     An :class:`optax.GradientTransformationExtraArgs` that needs `params`. Updates and momentum
@@ -215,9 +225,9 @@ def lars(
     <https://arxiv.org/abs/1708.03888>`_, 2017.
 
   .. note::
-    ``optax.lars`` gives biases and normalizations a ratio of their own unless masked: a learning
-    rate tuned with it carries over with ``exclude=None``. It divides by :math:`|g + \lambda w|`
-    instead of :math:`|g| + \lambda |w|`, and overflows in float16.
+    ``optax.lars`` also scales biases and normalizations by their ratios unless they are masked; to
+    reuse a learning rate tuned with it, pass ``exclude=None``. It divides by
+    :math:`|g + \lambda w|` instead of :math:`|g| + \lambda |w|`, and overflows in float16.
   """
   _checks.check_learning_rate(learning_rate)
   _checks.check_bool("nesterov", nesterov)
@@ -226,12 +236,18 @@ def lars(
     _checks.check_number("momentum", momentum, minimum=0.0, below=1.0)
   leaves = _leaves.Leaves("lars", exclude, _bias_or_norm, layers, axis_name)
   numbers = (trust_coefficient, weight_decay, eps, clip, learning_rate if clip_ratio else None)
-  ratio = _scale_by_trust_ratio(leaves, *numbers, weight_decay_mask, wide=True)
+  ratio = _scale_by_trust_ratio(leaves, *numbers, weight_decay_mask, widen_updates=True)
   descent = optax.scale_by_learning_rate(learning_rate)
   trace = optax.identity() if momentum is None else optax.trace(momentum, nesterov)
 
-  def step(updates: Any, state: Any, params: Any, *, layers: Any = None) -> tuple[Any, Any]:
-    kinds: list[Any] = [ScaleByLarsTrustRatioState]
+  def step(
+    updates: optax.Updates,
+    state: optax.OptState,
+    params: optax.Params,
+    *,
+    layers: _types.Unchecked = None,
+  ) -> tuple[optax.Updates, optax.OptState]:
+    kinds: list[type] = [ScaleByLarsTrustRatioState]
     kinds += [type(tx.init(())) for tx in (descent, trace)]
     _state_check.check_chain_types(state, kinds, "lars")
     ratio_state, descent_state, trace_state = state
@@ -244,27 +260,27 @@ def lars(
   return _transformation.transformation("lars", tuple, init, step, needs_params=True)
 
 
-def _cast(tree: Any, like: Any) -> Any:
-  """A tree with the dtypes of another one's leaves."""
+def _cast(tree: _types.SameTree, like: _types.Tree) -> _types.SameTree:
+  """Casts the leaves of a tree to the dtypes of the leaves of `like`."""
   return _trees.map_leaves(lambda x, y: x.astype(y.dtype), tree, like)
 
 
 def _bias_or_norm(leaves: list[_layer_axes.Leaf]) -> list[bool]:
-  """Whether each leaf is a bias or a normalization by name, or has at most one axis."""
+  """For each leaf, whether it is a bias or a normalization by name, or has at most one axis."""
   return [_leaf_names.is_bias_or_norm(x.path) or len(x.shape_of_layer) <= 1 for x in leaves]
 
 
 def _scale_by_trust_ratio(
   leaves: _leaves.Leaves,
-  eta: Any,
-  weight_decay: Any,
-  eps: Any,
-  clip: Any,
-  clip_ratio: Any,
-  weight_decay_mask: Any,
-  wide: bool = False,
+  eta: jax.typing.ArrayLike,
+  weight_decay: jax.typing.ArrayLike,
+  eps: jax.typing.ArrayLike,
+  clip: jax.typing.ArrayLike | None,
+  clip_ratio: optax.ScalarOrSchedule | None,
+  weight_decay_mask: _types.LeafSelector,
+  widen_updates: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
-  """The transformation; with `wide`, updates are in at least float32."""
+  """The transformation; with `widen_updates`, updates are in at least float32."""
   _checks.check_number("trust_coefficient", eta, positive=True)
   _checks.check_number("weight_decay", weight_decay, minimum=0.0)
   _checks.check_number("eps", eps, minimum=0.0)
@@ -289,7 +305,11 @@ def _scale_by_trust_ratio(
     )
 
   def step(
-    updates: optax.Updates, state: Any, params: optax.Params, *, layers: Any = None
+    updates: optax.Updates,
+    state: ScaleByLarsTrustRatioState,
+    params: optax.Params,
+    *,
+    layers: _types.Unchecked = None,
   ) -> tuple[optax.Updates, ScaleByLarsTrustRatioState]:
     plan = leaves.plan(params, layers)
     if not plan:
@@ -297,7 +317,7 @@ def _scale_by_trust_ratio(
     rate = clip_ratio(state.count) if callable(clip_ratio) else clip_ratio
     dtype = state.trust_ratio.dtype
 
-    def ratio_of(w2: jax.Array, g2: jax.Array, decays: Any) -> jax.Array:
+    def ratio_of(w2: jax.Array, g2: jax.Array, decays: np.ndarray | bool) -> jax.Array:
       wd = weight_decay if np.all(decays) else jnp.where(decays, weight_decay, 0.0)
       return _trust_ratio(w2, g2, eta, wd, eps, rate).astype(dtype)
 
@@ -309,7 +329,7 @@ def _scale_by_trust_ratio(
     for (leaf, w, g, decays), ratio in zip(inputs, ratios, strict=True):
       factor = None if ratio is None else jnp.expand_dims(ratio, leaf.axes_of_layer)
       d = _direction(g, w, factor, clip, weight_decay if decays else 0.0)
-      outputs.append(d if wide else d.astype(g.dtype))
+      outputs.append(d if widen_updates else d.astype(g.dtype))
     means = jnp.stack([_mean_of_layers(ratio, dtype) for ratio in ratios])
     bad = jnp.isnan(means)
     return jax.tree.unflatten(jax.tree.structure(updates), outputs), state._replace(
@@ -323,7 +343,7 @@ def _scale_by_trust_ratio(
   )
 
 
-def _mean_of_layers(ratio: jax.Array | None, dtype: Any) -> jax.Array:
+def _mean_of_layers(ratio: jax.Array | None, dtype: _types.Dtype) -> _types.FloatScalar:
   if ratio is None or not ratio.size:
     return jnp.ones([], dtype)
   return jnp.mean(ratio) if ratio.ndim else ratio
@@ -339,9 +359,11 @@ class _Input(NamedTuple):
 
 
 def _ratios(
-  inputs: Sequence[_Input | None], ratio_of: Callable[..., jax.Array], mesh_axes: Sequence[Any]
+  inputs: Sequence[_Input | None],
+  ratio_of: Callable[..., jax.Array],
+  mesh_axes: Sequence[_types.AxisName | None],
 ) -> list[jax.Array | None]:
-  """The trust ratios of each leaf's layers, with norms over the leaf's mesh axes."""
+  """Each leaf's trust ratios, one per layer, with norms over the leaf's mesh axes."""
   ratios: list[jax.Array | None] = [None] * len(inputs)
   # In the order of the leaves, so that all processes compile the same program.
   for axes in dict.fromkeys(mesh_axes):
@@ -354,20 +376,20 @@ def _ratios(
 
 
 def _ratios_along(
-  mesh_axes: Any, inputs: list[_Input], ratio_of: Callable[..., jax.Array]
+  mesh_axes: _types.AxisName | None, inputs: list[_Input], ratio_of: Callable[..., jax.Array]
 ) -> list[jax.Array]:
   """The trust ratios of leaves whose squared norms are summed over the same mesh axes."""
   leaves, weights, grads, decays = map(list, zip(*inputs, strict=True))
 
-  def total(squares: Any) -> Any:
+  def total(squares: _types.SameTree) -> _types.SameTree:
     return squares if mesh_axes is None else jax.lax.psum(squares, mesh_axes)
 
-  def one_by_one(weights: Any, grads: Any) -> Any:
+  def one_by_one(weights: list[jax.Array], grads: list[jax.Array]) -> list[jax.Array]:
     layers = zip([leaf.axes_of_layer for leaf in leaves], weights, grads, strict=True)
     squares = total([_sums_of_squares((w, g), axes) for axes, w, g in layers])
     return [ratio_of(w2, g2, decay) for (w2, g2), decay in zip(squares, decays, strict=True)]
 
-  def at_once(weights: Any, grads: Any) -> Any:
+  def at_once(weights: list[jax.Array], grads: list[jax.Array]) -> list[jax.Array]:
     groups = _arrays.stackable([leaf.stacked for leaf in leaves], weights, grads)
     sums = []
     for group in groups:
@@ -392,7 +414,7 @@ def _ratios_along(
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _sums_of_squares(pair: Any, axes: tuple[int, ...]) -> Any:
+def _sums_of_squares(pair: tuple[jax.Array, ...], axes: tuple[int, ...]) -> list[jax.Array]:
   sums = (_arrays.sum_squares(x, axes) for x in pair)
   return [_placement.gather_axes(squares, range(squares.ndim)) for squares in sums]
 

@@ -1,12 +1,11 @@
-"""The leaves that a method acts on, by its arguments `exclude`, `layers` and `axis_name`.
+"""The arguments `exclude`, `layers` and `axis_name` of methods that treat each layer by itself.
 
-A method whose step has a keyword argument `layers` gets the axes of the layers from the train step,
-which reads them from a trace of the loss (``extra_args`` in
-:mod:`optax_boost._form._transformation`).
+The train step makes the extra argument `layers` of ``update``, in ``_train_step/_program.py``, from
+a trace of the loss. A method's step gets it if it has a keyword argument of this name.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -27,10 +26,10 @@ Plan: TypeAlias = list[tuple[_layer_axes.Leaf, bool]]
 
 
 class Leaves:
-  """The leaves of a tree, and which of them a method leaves alone.
+  """Which leaves a method leaves alone, and the layers and the mesh axes of its leaves.
 
-  The arguments `exclude`, `layers` and `axis_name` of a factory, checked when it is called; `auto`
-  is the method's own rule, for ``exclude="auto"``.
+  The factory's arguments are checked here. `auto` is the rule of the method for ``exclude="auto"``:
+  it returns for each leaf whether the method leaves it alone.
   """
 
   def __init__(
@@ -55,16 +54,16 @@ class Leaves:
 
     self._plan = _trees.once_per_tree(plan)
 
-  def plan(self, tree: _types.Tree, layers: Any = None) -> Plan:
+  def plan(self, tree: _types.Tree, layers: _types.Unchecked = None) -> Plan:
     """Each leaf, and whether it is left alone; `layers` is the extra argument of ``update``."""
     return self._plan(tree, self.layer_axes(layers))
 
-  def layer_axes(self, layers: Any) -> _layer_axes.LayerAxes | None:
-    """The axes that the factory was given, else those of `layers`, or None."""
-    return self._layers or check_layers(layers)
+  def layer_axes(self, layers: _types.Unchecked) -> _layer_axes.LayerAxes | None:
+    """The factory's `layers`, or the extra argument of ``update`` if the factory got None."""
+    return choose_layers(self._layers, layers)
 
-  def mesh_axes(self, leaves: Sequence[_layer_axes.Leaf]) -> list[Any]:
-    """For each leaf the mesh axes over which it is sharded, which must be bound, or None."""
+  def mesh_axes(self, leaves: Sequence[_layer_axes.Leaf]) -> list[_types.AxisName | None]:
+    """The mesh axes over which each leaf is sharded; ValueError if an axis is not bound."""
     names = self._axis_name
     if isinstance(names, Mapping):
       first = _patterns.first_match("axis_name", list(names), [leaf.path for leaf in leaves])
@@ -78,15 +77,17 @@ class Leaves:
 
   def map(
     self,
-    function: Callable[[jax.Array, _layer_axes.Leaf, Any], jax.Array],
-    tree: _types.Tree,
-    layers: Any,
-  ) -> Any:
-    """``function(array, leaf, mesh_axes)`` of the leaves with entries that aren't left alone."""
+    function: Callable[[jax.Array, _layer_axes.Leaf, _types.AxisName | None], jax.Array],
+    tree: _types.SameTree,
+    layers: _types.Unchecked,
+  ) -> _types.SameTree:
+    """Replaces each leaf that isn't left alone by ``function(array, leaf, mesh_axes)``."""
     plan = self.plan(tree, layers)
     mesh_axes = self.mesh_axes([leaf for leaf, _ in plan])
 
-    def map_one(x: jax.Array, leaf_and_skip: tuple[_layer_axes.Leaf, bool], mesh: Any) -> jax.Array:
+    def map_one(
+      x: jax.Array, leaf_and_skip: tuple[_layer_axes.Leaf, bool], mesh: _types.AxisName | None
+    ) -> jax.Array:
       leaf, skip = leaf_and_skip
       return x if skip or not jnp.size(x) else function(x, leaf, mesh)
 
@@ -94,7 +95,7 @@ class Leaves:
 
 
 def _check_axis_names(names: _types.AxisNames | None) -> None:
-  """Checks names of mesh axes, the same for all leaves or by regular expression, or None."""
+  """Checks the argument `axis_name`."""
   if not isinstance(names, Mapping):
     _mesh_axes.check_axis_name("axis_name", names)
     return
@@ -107,7 +108,7 @@ def _check_axis_names(names: _types.AxisNames | None) -> None:
 def warn_of_unknown_axes(
   method: str, leaves: Sequence[_layer_axes.Leaf], described: _layer_axes.LayerAxes | None
 ) -> None:
-  """Warns of leaves whose axes a primitive hides, so that a method goes by name and shape."""
+  """Warns of leaves whose axes the trace did not find, so the method goes by name and shape."""
   if described is None:
     return
   many_axes = {leaf.path for leaf in leaves if len(leaf.shape) > 1}
@@ -119,8 +120,15 @@ def warn_of_unknown_axes(
     )
 
 
-def check_layers(layers: Any) -> _layer_axes.LayerAxes | None:
-  """A description of layers, which the train step makes on demand, or None; else TypeError."""
+def choose_layers(
+  factory_layers: _layer_axes.LayerAxes | None, update_layers: _types.Unchecked
+) -> _layer_axes.LayerAxes | None:
+  """`layers` of the factory, or the extra argument of ``update`` if the factory got None."""
+  return factory_layers or check_layers(update_layers)
+
+
+def check_layers(layers: _types.Unchecked) -> _layer_axes.LayerAxes | None:
+  """Returns `layers`, which the train step defers until it is needed; TypeError for other types."""
   if isinstance(layers, _layer_axes.DeferredLayerAxes):
     return layers.describe()
   if layers is not None and not isinstance(layers, _layer_axes.LayerAxes):

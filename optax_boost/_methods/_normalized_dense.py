@@ -10,32 +10,30 @@ r"""The normalized head: a dense layer on the directions of its inputs and its k
 
 so that, b aside, y_j = s cos(x, W_j) wherever the norms exceed sqrt(eps).
 
-Source: MindSpore Boost's ``CommonHeadLastFN``. MindSpore's backward pass clamps small norms in
-another place than its forward pass; here the gradient is the derivative of the forward pass.
+Source: MindSpore Boost's ``CommonHeadLastFN``. In MindSpore small norms are clamped elsewhere in
+the backward pass than in the forward pass; here the gradient is the derivative of the forward pass.
 """
-
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from optax_boost._foundation import _arrays, _checks
+from optax_boost._foundation import _arrays, _checks, _types
 
-# MindSpore's, on the squared norm.
+# The bound on squared norms in MindSpore.
 EPS = 1e-4
 
 
-def check_settings(multiplier_init: Any, eps: Any) -> None:
-  """Checks the settings of the layer that a dense layer doesn't have."""
+def check_settings(multiplier_init: _types.Unchecked, eps: _types.Unchecked) -> None:
+  """Checks the settings that a dense layer doesn't have."""
   _checks.check_callable("multiplier_init", multiplier_init, "multiplier_init(key, shape, dtype)")
   _checks.check_number("eps", eps, positive=True)
 
 
 def l2_normalize(x: jax.Array, axis: int, eps: float = EPS) -> jax.Array:
-  """Scales vectors to length one, those shorter than sqrt(eps) by 1 / sqrt(eps)."""
-  wide = _arrays.widen(x)
-  square = jnp.sum(wide * wide, axis, keepdims=True)
-  return (wide * jax.lax.rsqrt(jnp.maximum(square, eps))).astype(x.dtype)
+  """Scales vectors along an axis to length one; those shorter than sqrt(eps) by 1 / sqrt(eps)."""
+  vectors = _arrays.widen(x)
+  square = jnp.sum(vectors * vectors, axis, keepdims=True)
+  return (vectors * jax.lax.rsqrt(jnp.maximum(square, eps))).astype(x.dtype)
 
 
 def normalized_dense(

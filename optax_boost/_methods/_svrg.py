@@ -10,13 +10,14 @@ For params w, a snapshot s of earlier ones, and a batch B:
   a    coefficient, scalar: 1 is SVRG, 0 leaves g alone
   v    corrected gradient, with the same mean over batches as g
 
-While s is near w, h varies with the batch as g does, so g - h varies less than g. Measured by
+While s is near w, h varies with the batch as g does, so g - h varies less than g. The state
+measures this by
 
   variance_ratio = sum |v - mu|^2 / sum |g - mu|^2      over the steps since the last refresh
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +33,7 @@ from optax_boost._foundation import (
   _masks,
   _tree_checks,
   _trees,
+  _types,
 )
 
 _METHOD = "svrg"
@@ -47,24 +49,25 @@ class SvrgState(NamedTuple):
       the first refresh.
     count: scalar int32, the number of steps made.
     refresh_count: scalar int32, the number of refreshes; while it is 0, gradients pass unchanged.
-    squared_deviations: vector of two, the sums over the steps since the last refresh of
-      ``|v - mu|^2`` and ``|g - mu|^2``.
-    variance_ratio: scalar, the first sum over the second: about the corrected gradient's variance
-      over the plain one's. 0 is a perfect correction, above 1 it does harm.
-    notfinite_count: scalar int32, the refreshes that were not made, and the steps in which a part
-      of the correction was left out, because numbers were not finite.
+    squared_deviations: float vector of two: the sums of ``|v - mu|^2`` and of ``|g - mu|^2`` over
+      the steps since the last refresh.
+    variance_ratio: scalar float, the first sum over the second. It estimates the variance of the
+      corrected gradient over that of the plain one. At 0 the correction is perfect, above 1 it does
+      harm.
+    notfinite_count: scalar int32, the refreshes and the steps with numbers that were not finite.
+      Such a refresh is not made; such a step leaves some entries uncorrected.
   """
 
   snapshot: optax.Params
   full_gradient: optax.Updates
-  count: jax.Array  # type: ignore[assignment]  # hides the method of tuples
-  refresh_count: jax.Array
+  count: _types.IntScalar  # type: ignore[assignment]  # hides the method of tuples
+  refresh_count: _types.IntScalar
   squared_deviations: jax.Array
-  variance_ratio: jax.Array
-  notfinite_count: jax.Array
+  variance_ratio: _types.FloatScalar
+  notfinite_count: _types.IntScalar
 
   def with_full_gradient(self, params: optax.Params, full_gradient: optax.Updates) -> "SvrgState":
-    """The state after a refresh at `params`, whose mean gradient over the data was taken."""
+    """The state after a refresh at `params`, where the loss over all data has `full_gradient`."""
     # Inside `optax.masked` the state lacks the leaves that the mask hides.
     params = _masked_like(self.snapshot, params, "params")
     full_gradient = _masked_like(self.snapshot, full_gradient, "full_gradient")
@@ -72,17 +75,19 @@ class SvrgState(NamedTuple):
     return _renew(self, params, full_gradient)
 
 
-def _correct(g: Any, h: Any, a: jax.Array, state: SvrgState) -> tuple[optax.Updates, SvrgState]:
+def _correct(
+  g: optax.Updates, h: optax.Updates, a: _types.FloatScalar, state: SvrgState
+) -> tuple[optax.Updates, SvrgState]:
   """The corrected gradients v, and the state after this step."""
 
   def corrected(g: jax.Array, h: jax.Array, mu: jax.Array) -> jax.Array:
     return g.astype(mu.dtype) - a.astype(mu.dtype) * (h.astype(mu.dtype) - mu)
 
-  def squares(of: Callable[..., jax.Array]) -> jax.Array:
-    """The sum of ``|of(g, h, mu) - mu|^2``."""
+  def squares(estimate: Callable[..., jax.Array]) -> _types.FloatScalar:
+    """The sum of ``|estimate(g, h, mu) - mu|^2``."""
     sums = [jnp.zeros([], state.squared_deviations.dtype)]
     for leaves in _arrays.stackable_leaves(g, h, state.full_gradient):
-      deviations = [of(g, h, mu) - mu for g, h, mu in zip(*leaves, strict=True)]
+      deviations = [estimate(g, h, mu) - mu for g, h, mu in zip(*leaves, strict=True)]
       sums.append(_arrays.sum_squares_together(deviations).astype(sums[0].dtype))
     return jnp.sum(jnp.stack(sums))
 
@@ -93,11 +98,11 @@ def _correct(g: Any, h: Any, a: jax.Array, state: SvrgState) -> tuple[optax.Upda
   positive = total[1] > 0
   ratio = jnp.where(positive, total[0] / jnp.where(positive, total[1], 1), state.variance_ratio)
 
-  def in_range(g: jax.Array, h: jax.Array, mu: jax.Array) -> jax.Array:
+  def corrected_if_finite(g: jax.Array, h: jax.Array, mu: jax.Array) -> jax.Array:
     v = corrected(g, h, mu)
     return jnp.where(_finiteness.finite_entries(v), v, g.astype(v.dtype)).astype(g.dtype)
 
-  return jax.tree.map(in_range, g, h, state.full_gradient), state._replace(
+  return jax.tree.map(corrected_if_finite, g, h, state.full_gradient), state._replace(
     count=optax.safe_increment(state.count),
     squared_deviations=total,
     variance_ratio=ratio,
@@ -106,16 +111,16 @@ def _correct(g: Any, h: Any, a: jax.Array, state: SvrgState) -> tuple[optax.Upda
 
 
 @jax.jit
-def _renew(state: SvrgState, params: Any, full: Any) -> SvrgState:
-  """The state after a refresh; if a number is not finite, the refresh is only counted."""
-  good = _finiteness.all_finite((params, full))
+def _renew(state: SvrgState, params: optax.Params, full_gradient: optax.Updates) -> SvrgState:
+  """The state after a refresh; if a number is not finite, only `notfinite_count` changes."""
+  good = _finiteness.all_finite((params, full_gradient))
 
-  def chosen(new: jax.Array, old: jax.Array) -> jax.Array:
+  def new_if_good(new: jax.Array, old: jax.Array) -> jax.Array:
     return jnp.where(good, new.astype(old.dtype), old)
 
   return state._replace(
-    snapshot=jax.tree.map(chosen, params, state.snapshot),
-    full_gradient=jax.tree.map(chosen, full, state.full_gradient),
+    snapshot=jax.tree.map(new_if_good, params, state.snapshot),
+    full_gradient=jax.tree.map(new_if_good, full_gradient, state.full_gradient),
     refresh_count=_arrays.increment_if(good, state.refresh_count),
     squared_deviations=jnp.where(good, 0, state.squared_deviations),
     notfinite_count=_arrays.increment_if(~good, state.notfinite_count),
@@ -131,27 +136,27 @@ def svrg(
     v = \nabla f_B(w) - \alpha \left( \nabla f_B(s) - \mu \right), \qquad
     \mu = \frac{1}{n} \sum_{i=1}^{n} \nabla f_i(s)
 
-  for the batch :math:`B`, the params :math:`w` and their snapshot :math:`s`. It goes first in a
-  chain, before ``optax.masked`` and ``optax.partition``, and needs the plain gradient. On convex
+  for the batch :math:`B`, the params :math:`w` and their snapshot :math:`s`. Put it first in a
+  chain, outside of ``optax.masked`` and ``optax.partition``: it needs the plain gradient. On convex
   problems the error shrinks geometrically at a constant learning rate, where SGD stalls. Deep
   networks gain little: compare with SGD given the same work.
 
   Each step costs a second gradient. The snapshot is renewed in one of two ways:
 
   - On the host: ``svrg(refresh_every=None)`` with ``step.refresh(state, batches)`` of a train step,
-    or with :func:`full_gradient` and :func:`refresh_svrg`. For streamed data, and for convolutional
-    networks on CPUs, where XLA is slow on convolutions inside control flow.
+    or with :func:`full_gradient` and :func:`refresh_svrg`. Use it for streamed data, and for
+    convolutional networks on CPUs, where XLA is slow on convolutions inside control flow.
   - Inside the step: ``svrg(refresh_every=n)`` calls the extra argument
-    ``full_grad_fn(params) -> grads`` on steps 0, n, 2n, ... under ``lax.cond``. For data on the
-    device; see :func:`full_gradient`, `stacked`.
+    ``full_grad_fn(params) -> grads`` on steps 0, n, 2n, ... under ``lax.cond``. Use it for data on
+    the device, with :func:`full_gradient` and its argument `stacked`.
 
-  Until the first refresh gradients pass unchanged. If an entry of the snapshot gradient is not
-  finite, it is not corrected; a refresh with a number that is not finite is not made. Both are
-  counted. A gradient that is not finite stays so and leaves no trace in the state.
+  Until the first refresh gradients pass unchanged. Where the gradient at the snapshot is not
+  finite, the entry passes uncorrected. A refresh with a number that is not finite is not made.
+  `notfinite_count` counts both. A batch gradient that is not finite passes and changes no sums.
 
   Args:
     refresh_every: steps from one refresh inside ``update`` to the next, about one to five epochs.
-      Raising it saves full passes; the snapshot grows stale. None: on the host only.
+      Raising it saves full passes, but the snapshot grows stale. None: refresh on the host only.
     coefficient: :math:`\alpha`, a number >= 0 or a schedule of the step count. Raising it trusts
       the snapshot more; 1 is SVRG. alpha-SVRG, for deep networks, lets it fall over the whole
       training: ``optax.linear_schedule(0.75, 0.0, steps)``.
@@ -159,8 +164,8 @@ def svrg(
   Returns:
     An :class:`optax.GradientTransformationExtraArgs` that needs `params` and the extra argument
     ``grad_fn(params) -> grads``, as ``make_train_step`` supplies: the gradient on the batch of the
-    updates, with the same dropout masks and statistics. Neither it nor `full_grad_fn` may update
-    statistics. Updates have the gradients' dtype.
+    updates, with the same dropout masks and statistics. Neither `grad_fn` nor `full_grad_fn` may
+    update statistics. Updates have the gradients' dtype.
 
   Examples:
     >>> import functools, jax, jax.numpy as jnp, optax, optax_boost
@@ -187,9 +192,9 @@ def svrg(
     <https://arxiv.org/abs/2311.05589>`_, 2025.
 
   .. note::
-    Inside ``optax.masked`` and ``optax.partition`` a snapshot of a part of the params is biased,
-    and your own `grad_fn` and `full_grad_fn` must fill in the hidden leaves. Inside
-    ``optax.MultiSteps`` only the last batch is corrected.
+    Inside ``optax.masked`` and ``optax.partition`` the correction is biased, since the snapshot has
+    a part of the params only, and your own `grad_fn` and `full_grad_fn` must fill in the hidden
+    leaves. Inside ``optax.MultiSteps`` only the last batch is corrected.
   """
   if refresh_every is not None:
     _checks.check_whole_number("refresh_every", refresh_every)
@@ -208,11 +213,16 @@ def svrg(
     )
 
   def step(
-    g: optax.Updates, state: SvrgState, w: Any, *, grad_fn: Any = None, full_grad_fn: Any = None
+    g: optax.Updates,
+    state: SvrgState,
+    w: optax.Params,
+    *,
+    grad_fn: _types.Closure | None = None,
+    full_grad_fn: _types.Closure | None = None,
   ) -> tuple[optax.Updates, SvrgState]:
     _check_state(state, w, _METHOD)
     purpose = "a function from params to the gradient on the current batch"
-    _extra_args.require_extra(grad_fn, "grad_fn", _METHOD, purpose)
+    grad_fn = _extra_args.require_extra(grad_fn, "grad_fn", _METHOD, purpose)
     if refresh_every is not None:
       state = _refresh_if_due(state, w, full_grad_fn, state.count % refresh_every == 0)
     a = coefficient(state.count) if callable(coefficient) else coefficient
@@ -223,13 +233,17 @@ def svrg(
   return _transformation.transformation(_METHOD, SvrgState, init, step, needs_params=True)
 
 
-def _refresh_if_due(state: SvrgState, params: Any, full_grad_fn: Any, due: jax.Array) -> SvrgState:
+def _refresh_if_due(
+  state: SvrgState,
+  params: optax.Params,
+  full_grad_fn: _types.Closure | None,
+  due: _types.BoolScalar,
+) -> SvrgState:
   if full_grad_fn is None:
     raise ValueError(
       "`svrg(refresh_every=...)` needs the extra argument `full_grad_fn` (a function from params"
       " to the mean gradient over all of the data); got none. Pass `full_grad_fn=...` to"
-      " `optax_boost.make_train_step` or to `tx.update`; or refresh on the host, with"
-      " `refresh_every=None` and `step.refresh(state, batches)`."
+      " `optax_boost.make_train_step` or to `tx.update`."
     )
 
   def renewed() -> SvrgState:
@@ -238,28 +252,17 @@ def _refresh_if_due(state: SvrgState, params: Any, full_grad_fn: Any, due: jax.A
   return _conditionals.cond(due, renewed, lambda: state)
 
 
-def _gradients_at(params: Any, function: Callable[[Any], Any], name: str) -> Any:
+def _gradients_at(params: optax.Params, function: _types.Closure, name: str) -> optax.Updates:
   """Calls `grad_fn` or `full_grad_fn`, also with params some of whose leaves are masked."""
-  masked = any(map(_masks.is_masked, jax.tree.leaves(params, is_leaf=_masks.is_masked)))
-  try:
-    gradients = function(params)
-  except Exception as error:
-    if not masked:
-      raise
-    raise ValueError(
-      f"`svrg` inside `optax.masked` or `optax.partition` calls `{name}` with params whose hidden"
-      f" leaves are `optax.MaskedNode()`, and it raised {type(error).__name__}. Put `svrg` first in"
-      " the chain, outside of them; or let the function fill in the hidden leaves from the whole"
-      " params, as `optax_boost.make_train_step` does."
-    ) from error
-  if masked:
+  gradients = function(params)
+  if any(map(_masks.is_masked, jax.tree.leaves(params, is_leaf=_masks.is_masked))):
     gradients = _masked_like(params, gradients, name)
   _full_gradient.check_gradients(gradients, params, name)
   return gradients
 
 
-def _masked_like(masked: Any, tree: Any, name: str) -> Any:
-  """A tree whose leaves are hidden where those of `masked` are."""
+def _masked_like(masked: _types.Tree, tree: _types.Tree, name: str) -> _types.Tree:
+  """Masks the leaves of `tree` that are masked in `masked`."""
   try:
     return _masks.mask_like(tree, masked)
   except (ValueError, TypeError) as error:
@@ -270,8 +273,8 @@ def _masked_like(masked: Any, tree: Any, name: str) -> Any:
     ) from error
 
 
-def _check_state(state: SvrgState, params: Any, method: str) -> None:
-  """Refuses params for which the state was not made."""
+def _check_state(state: SvrgState, params: optax.Params, method: str) -> None:
+  """Raises ValueError if the state was made for params of other shapes."""
   if not _tree_checks.same_shapes(params, state.snapshot):
     got = _checks.shorten(jax.tree.map(jnp.shape, params))
     shapes = _checks.shorten(jax.tree.map(jnp.shape, state.snapshot))
@@ -287,13 +290,13 @@ def refresh_svrg(
   """Renews the snapshot and the full gradient in an optimizer state, on the host or under jit.
 
   Args:
-    opt_state: the state of any chain with :func:`svrg`; of several, all are renewed.
+    opt_state: the state of any chain with :func:`svrg`. If it has several, all are renewed.
     params: the params at which the full gradient was taken; they are copied.
     full_gradient: from :func:`full_gradient`. If it or `params` is not finite, the snapshot stays
       and `notfinite_count` grows.
 
   Returns:
-    The new optimizer state; its other parts are not copied.
+    The new optimizer state, which shares all other arrays with the old one.
 
   Examples:
     >>> import jax, jax.numpy as jnp, optax, optax_boost

@@ -401,13 +401,9 @@ def hidden(kind, refresh_every):
 
 
 @pytest.mark.parametrize("name", ["grad_fn", "full_grad_fn"])
-def test_inside_masked_a_closure_that_knows_no_hidden_leaves_gets_advice(name):
+def test_inside_masked_a_closure_must_return_the_structure_of_the_params(name):
   tx = hidden("masked", 2)
   extra = {"grad_fn": lambda p: p, "full_grad_fn": lambda p: p}
-  extra[name] = functools.partial(GRADIENT, batch=batch_at(0))
-  message = rf"calls `{name}` with params whose hidden leaves .* Put `svrg` first in the chain"
-  with pytest.raises(ValueError, match=message):
-    tx.update(START, tx.init(START), START, **extra)
   extra[name] = lambda p: {"w": p["w"]}
   with pytest.raises(ValueError, match=rf"`{name}` must give a tree of the params' structure"):
     tx.update(START, tx.init(START), START, **extra)
@@ -606,9 +602,9 @@ def test_a_missing_grad_fn_is_named():
     tx.update(START, tx.init(START), START)
 
 
-def test_an_error_for_a_missing_full_grad_fn_names_both_remedies():
+def test_an_error_names_a_missing_full_grad_fn():
   step = optax_boost.make_train_step(loss_fn, optax_boost.svrg(3))
-  message = r"needs the extra argument `full_grad_fn` .* got none. .*make_train_step.*or refresh on"
+  message = r"needs the extra argument `full_grad_fn` .* got none. .*make_train_step"
   with pytest.raises(ValueError, match=message):
     step(step.init(START), batch_at(0))
 

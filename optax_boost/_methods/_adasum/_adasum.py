@@ -177,7 +177,7 @@ def adasum(
   ) -> tuple[optax.Updates, AdasumState]:
     for argument, value in names.items():
       _mesh_axes.require_axis(argument, value, "adasum", optional=argument != "axis_name")
-    layer_axes = factory_layers or _leaves.check_layers(layers)
+    layer_axes = _leaves.choose_layers(factory_layers, layers)
     paths, single_layers, join = _layers.split_layers(updates, layer_axes)
     if not single_layers:
       return updates, state

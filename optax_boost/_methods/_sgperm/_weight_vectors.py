@@ -109,7 +109,7 @@ class Cutter:
 
   def for_update(self, state: Any, params: Any, layers: Any) -> list[Layout]:
     """The layouts of params that fit the state; `layers` as ``update`` gets it."""
-    layouts: list[Layout] = self._layouts(params, self._layers or _leaves.check_layers(layers))
+    layouts: list[Layout] = self._layouts(params, _leaves.choose_layers(self._layers, layers))
     shapes = [lay.shape for lay in layouts if not lay.excluded]
     state_shapes = [jnp.shape(x) for x in jax.tree.leaves(state.permuted_params)]
     _state_check.check_shapes(self._method, state_shapes, shapes)
