@@ -260,7 +260,7 @@ def picture(found):
   axes.set_yticks(range(len(found)), titles)
   axes.tick_params(axis="y", length=0)
   axes.invert_yaxis()
-  axes.set_xlabel(f"black: single seeds; (2 of {len(SEEDS)}): the others never")
+  axes.set_xlabel(f"short lines: single seeds; (2 of {len(SEEDS)}): the third never")
   return figure
 
 
