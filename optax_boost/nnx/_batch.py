@@ -13,24 +13,13 @@ from optax_boost._foundation import _batches, _checks, _paths, _types
 from optax_boost.nnx import _model
 
 # Flax 0.12 renamed the base class of modules.
-_GRAPH_NODE = (nnx.Variable, nnx.Pytree if hasattr(nnx, "Pytree") else nnx.Object)
+_NNX_OBJECT = (nnx.Variable, nnx.Pytree if hasattr(nnx, "Pytree") else nnx.Object)
 
 
 class KeyedBatch(NamedTuple):
-  """The batch of a step that is called with a key; a full pass has batches without this mark."""
+  """Marks the batch of a step that is called with a key; a full pass uses unmarked batches."""
 
-  batch: _types.Tree
-
-
-def user_batch(batch: _types.Tree) -> Any:
-  """A batch as a loss sees it."""
-  batch = batch.batch if isinstance(batch, KeyedBatch) else batch
-  return batch.open()[0] if isinstance(batch, ClosedBatch) else batch
-
-
-def on_user_batch(function: _types.WeightFn | None) -> _types.WeightFn | None:
-  """A function of the user's batch as a function of the batch inside a step; None stays None."""
-  return None if function is None else lambda batch: function(user_batch(batch))
+  batch: _types.Batch
 
 
 @functools.partial(
@@ -40,22 +29,22 @@ def on_user_batch(function: _types.WeightFn | None) -> _types.WeightFn | None:
 )
 @dataclasses.dataclass(frozen=True)
 class ClosedBatch:
-  """A batch that holds NNX objects, such as a second model, as a tree of arrays.
+  """A batch whose NNX objects are replaced by their arrays, so that it is a tree of arrays.
 
   Attributes:
     batch: the batch, with None in the place of each NNX object.
     constants: the arrays of the NNX objects.
-    structure: the structure of the batch, of which NNX objects are leaves.
+    structure: the structure of the batch, in which each NNX object is a leaf.
     graphdef: the structure of the NNX objects.
   """
 
-  batch: _types.Tree
+  batch: _types.Batch
   constants: _batches.Constants
-  structure: Any
+  structure: _types.TreeDef
   graphdef: nnx.GraphDef
 
-  def open(self) -> tuple[Any, tuple[Any, ...]]:
-    """The batch with new NNX objects, and these objects."""
+  def open(self) -> tuple[_types.Batch, tuple[Any, ...]]:
+    """Returns the batch with new NNX objects, and these objects."""
     with nnx.merge_context() as context:
       objects = context.unflatten(self.graphdef, list(self.constants.arrays))
     unused = iter(objects)
@@ -65,16 +54,16 @@ class ClosedBatch:
     return jax.tree.unflatten(self.structure, leaves), objects
 
   def names(self) -> list[str]:
-    """The path of each NNX object in the batch."""
+    """Returns the path of each NNX object in the batch."""
     is_object = [leaf is None for leaf in self.structure.flatten_up_to(self.batch)]
     paths = _paths.leaf_paths(jax.tree.unflatten(self.structure, is_object))
     return [path for path, selected in zip(paths, is_object, strict=True) if selected]
 
 
-def close(batch: _types.Tree) -> Any:
-  """Takes the NNX objects in a batch apart; a batch without any is returned as it is."""
-  leaves, structure = jax.tree.flatten(batch, is_leaf=_is_graph_node)
-  objects = tuple(filter(_is_graph_node, leaves))
+def close(batch: _types.Batch) -> _types.Batch:
+  """Returns a :class:`ClosedBatch` if the batch holds NNX objects, else the batch itself."""
+  leaves, structure = jax.tree.flatten(batch, is_leaf=_is_nnx_object)
+  objects = tuple(filter(_is_nnx_object, leaves))
   if not objects:
     return batch
   for node in objects:
@@ -86,42 +75,58 @@ def close(batch: _types.Tree) -> Any:
       )
   with nnx.split_context() as context:
     graphdef, arrays = context.flatten(objects, with_paths=False)
-  without = jax.tree.unflatten(
-    structure, [None if _is_graph_node(leaf) else leaf for leaf in leaves]
+  arrays_only = jax.tree.unflatten(
+    structure, [None if _is_nnx_object(leaf) else leaf for leaf in leaves]
   )
-  return ClosedBatch(without, _batches.Constants(tuple(arrays)), structure, graphdef)
+  return ClosedBatch(arrays_only, _batches.Constants(tuple(arrays)), structure, graphdef)
 
 
-class ClosedBatches:
-  """An iterable of batches whose NNX objects are taken apart."""
+def _is_nnx_object(node: _types.Tree) -> bool:
+  """Whether a node of a batch is a module, a variable, a metric or an optimizer of NNX."""
+  return isinstance(node, _NNX_OBJECT)
 
-  def __init__(self, batches: Iterable[_types.Tree]):
+
+class _ClosedBatches:
+  """An iterable of batches that closes each batch."""
+
+  def __init__(self, batches: Iterable[_types.Batch]):
     self._batches = batches
 
-  def __iter__(self) -> Iterator[_types.Tree]:
+  def __iter__(self) -> Iterator[_types.Batch]:
     return map(close, self._batches)
 
   def __len__(self) -> int:
-    # A TypeError if the batches have no length, as a progress bar expects.
+    # Raises TypeError if the batches have no length; a progress bar expects that.
     return len(self._batches)  # type: ignore[arg-type]
 
 
 def close_all(batches: Any) -> Any:
-  """Batches whose NNX objects are taken apart; what is no iterable of batches is left alone."""
+  """Closes each batch of an iterable; returns anything else as it is."""
   is_iterable = isinstance(batches, Iterable) and not isinstance(batches, Mapping | str | bytes)
-  return ClosedBatches(batches) if is_iterable else batches
+  return _ClosedBatches(batches) if is_iterable else batches
 
 
-def call_read_only(function: Callable[[Any], Any], closed: ClosedBatch) -> Any:
-  """Calls a function of a batch, and refuses changes of the NNX objects in the batch."""
+def user_batch(batch: _types.Batch) -> _types.Batch:
+  """Returns the batch as the user passed it, from the batch inside a step."""
+  batch = batch.batch if isinstance(batch, KeyedBatch) else batch
+  return batch.open()[0] if isinstance(batch, ClosedBatch) else batch
 
-  def call(constants: _batches.Constants) -> Any:
+
+def on_user_batch(function: _types.WeightFn | None) -> _types.WeightFn | None:
+  """Wraps a function of the user's batch so that it takes the batch inside a step."""
+  return None if function is None else lambda batch: function(user_batch(batch))
+
+
+def call_read_only(function: Callable[[_types.Batch], Any], closed: ClosedBatch) -> Any:
+  """Calls a function of a batch; refuses changes that it makes to the batch's NNX objects."""
+
+  def call(constants: _batches.Constants) -> tuple[Any, tuple[Any, ...], list[Any]]:
     batch, objects = dataclasses.replace(closed, constants=constants).open()
     output = function(batch)
     with nnx.split_context() as context:
       return output, objects, context.flatten(objects, with_paths=False)[1]
 
-  def arrays_after(constants: _batches.Constants) -> list[Any]:
+  def arrays_after(constants: _batches.Constants) -> list[jax.Array]:
     return jax.tree.leaves(call(constants)[2])
 
   output, objects, arrays = call(closed.constants)
@@ -132,7 +137,8 @@ def call_read_only(function: Callable[[Any], Any], closed: ClosedBatch) -> Any:
     for old, new in zip(jax.tree.leaves(closed.constants), jax.tree.leaves(arrays), strict=False)
   ]
   if not changed and any(replaced):
-    # `nnx.jit`, `nnx.remat` and the like return all variables of their modules as other arrays.
+    # `nnx.jit`, `nnx.remat` and the like copy all variables of their modules into new arrays, so
+    # only the traced program shows which variables change.
     program = jax.make_jaxpr(arrays_after)(closed.constants)
     copied = _train_step.copied_inputs(program)
     paths = [
@@ -140,25 +146,19 @@ def call_read_only(function: Callable[[Any], Any], closed: ClosedBatch) -> Any:
       for path, array in zip(before, closed.constants.arrays, strict=True)
       for _ in jax.tree.leaves(array)
     ]
-    changed = {path for path, same in zip(paths, copied, strict=True) if not same}
+    changed = {path for path, is_copy in zip(paths, copied, strict=True) if not is_copy}
   if changed:
     names = closed.names()
     shown = sorted("/".join([names[i], *map(str, path)]).strip("/") for i, *path in changed)
     raise ValueError(
       "`loss_fn` must not change the NNX objects in the batch, which a step only reads; it changes"
       f" {_checks.shorten(shown, 400)}. Put a module whose statistics or rng counts change into"
-      " evaluation mode before the step: module.eval(). To change it, return the new values as aux"
-      " and write them after the step, or make it a part of the step's `model`."
+      " evaluation mode before the step (module.eval()), or make it a part of the step's `model`."
     )
   return output
 
 
 def _variable_paths(objects: tuple[Any, ...]) -> list[_types.KeyPath]:
-  """The path of each variable, in the order of Flax's flattening."""
+  """Returns the path of each variable, in the order of Flax's flattening."""
   with nnx.split_context() as context:
     return list(context.flatten(objects)[1].paths)
-
-
-def _is_graph_node(node: _types.Tree) -> bool:
-  """Whether a node of a batch is an object of NNX: a module, a variable, a metric, an optimizer."""
-  return isinstance(node, _GRAPH_NODE)

@@ -10,30 +10,31 @@ from optax_boost._foundation import _checks, _paths, _tree_checks, _types
 from optax_boost._trace import _layer_axes, _losses
 from optax_boost.nnx import _batch, _model
 
-# Seeds the masks of a full pass. They differ from pass to pass all the same: the key only moves the
-# model's own rng streams.
+# The seed of the key of a full pass. Dropout masks still differ from pass to pass, since the key
+# only moves the model's own rng streams, whose counts have changed since the last pass.
 PASS_SEED = 0
 
 
 def split_loss(
-  loss_fn: _types.LossFn, model: nnx.Module, *, wrt: Any = nnx.Param
-) -> tuple[_types.LossFn, Any, Any]:
-  """Makes the loss of a model pure: the form that the package's functions take.
+  loss_fn: _types.LossFn, model: nnx.Module, *, wrt: _model.Filter = nnx.Param
+) -> tuple[_types.LossFn, _types.Params, _model.Collections]:
+  """Turns the loss of a model into a pure function of arrays.
 
   :func:`optax_boost.make_train_step`, :func:`optax_boost.layer_groups`,
-  :func:`optax_boost.layer_axes` and :func:`optax_boost.race` know such a loss. Its train step takes
-  the model apart once, so it needs a part of the host's time of :func:`make_train_step`.
+  :func:`optax_boost.layer_axes` and :func:`optax_boost.race` take the result. A train step of the
+  pure loss needs less time on the host than :func:`make_train_step`, which takes the model apart in
+  each step.
 
   Args:
-    loss_fn: ``loss_fn(model, batch)``. Any function of a model: an evaluation, too.
+    loss_fn: ``loss_fn(model, batch)``; may be any function of a model, such as an evaluation.
     model: the model; it is not changed.
     wrt: the filter of the trained variables, as in ``nnx.Optimizer``.
 
   Returns:
-    ``(loss, params, model_state)``, with ``loss(params, model_state, batch)`` returning the output
-    of `loss_fn` and the new `model_state`, a dict with all variables that are not trained. It takes
-    the variables of any model of the same structure. Dropout draws from the model's own streams; a
-    key as a fourth argument moves them.
+    ``(loss, params, model_state)``. ``loss(params, model_state, batch)`` returns the output of
+    `loss_fn` and the new `model_state`, a dict of all variables that are not trained. It accepts
+    the variables of any model of the same structure. Dropout draws from the model's own rng
+    streams; a key as a fourth argument moves these streams.
 
   Raises:
     TypeError: an argument is of the wrong kind.
@@ -66,26 +67,27 @@ def split_loss(
 def pure_loss(
   loss_fn: _types.LossFn,
   graphdef: nnx.GraphDef,
-  wrt: Any,
+  wrt: _model.Filter,
   *,
   has_key: bool = False,
   may_change: bool = True,
 ) -> _types.LossFn:
-  """From ``loss_fn(model, batch[, rng])`` to the pure loss that returns the new state, too.
+  """Turns ``loss_fn(model, batch[, rng])`` into a pure loss that also returns the new state.
 
-  If the forward pass changes the structure, the state holds it for :func:`_model.write`; unless
-  it `may_change`, new and removed arrays are refused, and new static attributes dropped.
+  With `may_change`, a structure that the forward pass changes is stored in the state, for
+  :func:`_model.write`. Without, new and removed variables are refused, new attributes dropped.
   """
 
-  # `race` passes a key to losses with a parameter of that name; models have streams of their own.
+  # `race` passes a key to losses with a parameter of that name. A model has its own rng streams,
+  # which the key moves.
   def loss(
     params: _types.Params, model_state: _model.Collections, batch: _types.Batch, *keys: jax.Array
-  ) -> Any:
+  ) -> tuple[Any, Any]:
     moves_streams = bool(keys) and not isinstance(batch, _batch.KeyedBatch)
     batch = _batch.close(batch.batch if isinstance(batch, _batch.KeyedBatch) else batch)
 
-    # Each call makes a new model. What the forward pass changes in it (statistics, rng counts) is
-    # read off after the call; the changes of a trial point are dropped with its model.
+    # Each call makes a new model, and the changes of its forward pass (statistics, rng counts) are
+    # read from that model. So a trial point of a line search changes nothing.
     def forward(batch: _types.Batch) -> Any:
       def call(roots: _model.Roots) -> Any:
         if moves_streams:
@@ -102,14 +104,14 @@ def pure_loss(
     if may_change:
       new_state = _model.with_structure(new_state, graphdef, structure)
     else:
-      _check_others(model_state, new_state)
+      _check_untrained(model_state, new_state)
     return output, _train_step.with_written_params(new_state, params, after)
 
   return _losses.stateful(loss)
 
 
 def _check_trained(before: _types.Params, after: _types.Params) -> None:
-  """Refuses a forward pass that changes more of the trained variables than their values."""
+  """Refuses a forward pass that creates, removes or reshapes trained variables."""
   if _tree_checks.same_shapes(before, after):
     return
   changed = {
@@ -117,15 +119,15 @@ def _check_trained(before: _types.Params, after: _types.Params) -> None:
   }
   if changed:
     raise ValueError(
-      "`loss_fn` must leave the trained variables in the number and shapes that the optimizer was"
-      " made for; the forward pass creates, removes or reshapes"
+      "`loss_fn` must keep the number and the shapes of the trained variables, for which the"
+      " optimizer was made; the forward pass creates, removes or reshapes"
       f" {_checks.shorten(sorted(changed))}. Create trained variables in the model's `__init__`,"
       " before the optimizer."
     )
 
 
-def _check_others(before: _model.Collections, after: _model.Collections) -> None:
-  """Refuses a forward pass that creates or removes variables."""
+def _check_untrained(before: _model.Collections, after: _model.Collections) -> None:
+  """Refuses a forward pass that creates or removes other variables."""
   changed = {*_paths.leaf_paths(before)} ^ {*_paths.leaf_paths(after)}
   if changed:
     raise ValueError(

@@ -1,10 +1,11 @@
-"""An NNX model taken apart into arrays, and put together again.
+"""An NNX model taken apart into a structure and arrays, and put together again.
 
-`roots` are the model and, after it, the rngs of a call if there are any; they may share streams.
+`roots` are the model and, if a step is called with rngs, these rngs, which may share streams with
+the model.
 """
 
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from flax import nnx
 import jax
@@ -12,59 +13,65 @@ import jax.numpy as jnp
 
 from optax_boost._foundation import _checks, _types
 
-# Before flax 0.12.7 it was called `pure`, a name that warns since.
+# Flax before 0.12.7 calls it `pure`; later versions warn of that name.
 as_pure = nnx.as_pure if hasattr(nnx, "as_pure") else nnx.pure
 
 # Generators of random numbers, which a step or a loss may take besides its model.
 RNG_TYPES = (nnx.Rngs, nnx.RngStream)
 
-# The model, or a tree of models, and the rngs.
+# What a step trains: an NNX module, or a tree of modules and variables.
+Model: TypeAlias = Any
+_Module = TypeVar("_Module", bound=nnx.Module)
+# A filter of variables, as ``nnx.state`` takes it.
+Filter: TypeAlias = Any
 Roots: TypeAlias = tuple[Any, ...]
-# The arrays of each root that are not trained, by these names. The model's bear the name by which
-# `hold_frozen_statistics` knows a collection.
+# The arrays of each root that are not trained, by the root's name in `_ROOT_NAMES`.
 Collections: TypeAlias = dict[str, Any]
-_COLLECTION_OF_ROOT = ("batch_stats", "rngs")
-# With them, the structure of the roots after a forward pass that has changed it: a tree without
-# leaves, so that each compiled program returns its own.
+
+# `hold_frozen_statistics` recognizes the model's statistics by the name "batch_stats".
+_ROOT_NAMES = ("batch_stats", "rngs")
+# Among the collections, the structure of the roots after a forward pass that has changed it. The
+# structure is a tree without leaves, so each compiled program returns its own structure.
 _STRUCTURE = "structure"
-# Names the contexts in which Flax finds the roots' objects again after such a pass.
+# Names the Flax contexts that identify the same objects before and after a forward pass.
 _FORWARD_CONTEXT = "optax_boost"
 
 
-def split(wrt: nnx.filterlib.Filter, *roots: Any) -> tuple[nnx.GraphDef, Any, Collections]:
-  """The structure, the trained arrays with their paths in the model, and all other arrays."""
-  # Unlike `nnx.split` in the graph mode, whatever mode is set.
+def split(wrt: Filter, *roots: Any) -> tuple[nnx.GraphDef, _types.Params, Collections]:
+  """Returns the structure, the trained arrays by their paths in the model, and all other arrays."""
+  # `nnx.split` depends on the mode that the user has set; this context is always the graph mode.
   with nnx.split_context() as context:
     return _split_in(context, wrt, roots)
 
 
 def _split_in(
-  context: Any, wrt: nnx.filterlib.Filter, roots: Roots
-) -> tuple[nnx.GraphDef, Any, Collections]:
+  context: Any, wrt: Filter, roots: Roots
+) -> tuple[nnx.GraphDef, _types.Params, Collections]:
+  """Splits the roots inside an ``nnx.split_context``."""
   selects = nnx.filterlib.to_predicate(wrt)
   graphdef, params, untrained = context.split(
     roots, lambda path, value: path[0] == 0 and selects(path[1:], value), ...
   )
   params, untrained = as_pure(params), as_pure(untrained)
   collections = {
-    name: untrained[root] for root, name in enumerate(_COLLECTION_OF_ROOT) if root in untrained
+    name: untrained[root] for root, name in enumerate(_ROOT_NAMES) if root in untrained
   }
   return graphdef, params.get(0, params), collections
 
 
 def merge(graphdef: nnx.GraphDef, params: _types.Params, collections: Collections) -> Roots:
-  """The inverse of :func:`split`: new roots."""
+  """Makes new roots from the results of :func:`split`."""
   return nnx.merge(graphdef, *_states(params, collections))
 
 
 def call(
   function: Callable[[Roots], Any],
   graphdef: nnx.GraphDef,
-  wrt: nnx.filterlib.Filter,
+  wrt: Filter,
   params: _types.Params,
   collections: Collections,
-) -> tuple[Any, nnx.GraphDef, Any, Collections]:
-  """Calls a function of new roots; returns its result, and the roots after the call, split."""
+) -> tuple[Any, nnx.GraphDef, _types.Params, Collections]:
+  """Calls ``function(roots)`` with new roots; returns the output, and the changed roots, split."""
   with nnx.update_context(_FORWARD_CONTEXT):
     with nnx.merge_context(_FORWARD_CONTEXT, inner=True) as context:
       roots = context.merge(graphdef, *_states(params, collections))
@@ -76,15 +83,15 @@ def call(
 def with_structure(
   collections: Collections, before: nnx.GraphDef, after: nnx.GraphDef
 ) -> Collections:
-  """Adds the structure after a forward pass for :func:`write`, if the pass has changed it."""
+  """Adds the structure `after` a forward pass to the collections if the pass has changed it."""
   is_changed = after.with_no_outer_index() != before
   return {**collections, _STRUCTURE: after} if is_changed else collections
 
 
 def write(params: _types.Params, collections: Collections, *roots: Any) -> None:
-  """Puts the arrays of :func:`split` into the roots, by their paths.
+  """Writes arrays from :func:`split` into the roots, and the structure if the collections have it.
 
-  A structure that the forward pass has changed is written with them, as ``nnx.jit`` does.
+  ``nnx.jit`` also writes a structure that the forward pass has changed.
   """
   if _STRUCTURE not in collections:
     nnx.update(roots, *_states(params, collections))
@@ -98,39 +105,39 @@ def write(params: _types.Params, collections: Collections, *roots: Any) -> None:
 
 def _states(params: _types.Params, collections: Collections) -> tuple[nnx.State, nnx.State]:
   untrained = {
-    root: _dict(collections[name])
-    for root, name in enumerate(_COLLECTION_OF_ROOT)
+    root: _as_dict(collections[name])
+    for root, name in enumerate(_ROOT_NAMES)
     if name in collections
   }
-  return nnx.State({0: _dict(params)}), nnx.State(untrained)
+  return nnx.State({0: _as_dict(params)}), nnx.State(untrained)
 
 
-def _dict(tree: _types.Tree) -> Any:
-  """A state's contents: flax before 0.12 takes no state inside a state."""
+def _as_dict(tree: _types.Tree) -> _types.Tree:
+  """Returns the dict in an ``nnx.State``, since Flax before 0.12 takes no state inside a state."""
   return tree.raw_mapping if isinstance(tree, nnx.State) else tree
 
 
 def advance(roots: Roots, by: jax.Array) -> None:
-  """Moves all rng streams ahead, so that they draw other masks."""
+  """Adds `by` to the counts of all rng streams, so that they draw other masks."""
   counts = nnx.state(roots, nnx.RngCount)
   nnx.update(roots, jax.tree.map(lambda count: count + by.astype(count.dtype), counts))
 
 
-def copy(model: nnx.Module) -> Any:
-  """Copies a model with its arrays, so that either can be donated."""
+def copy(model: _Module) -> _Module:
+  """Copies a model and its arrays, so that a step can donate the arrays of either."""
   graphdef, state = nnx.split(model)
   copied = jax.tree.map(lambda x: jnp.array(x) if isinstance(x, jax.Array) else x, state)
   return nnx.merge(graphdef, copied)
 
 
 def modules(model: nnx.Module, kind: type[nnx.Module] = nnx.Module) -> dict[str, Any]:
-  """The modules of a kind in a model, by path."""
+  """Returns the modules of class `kind` in a model, by path."""
   graph = nnx.iter_graph(model)
   return {"/".join(map(str, path)): node for path, node in graph if isinstance(node, kind)}
 
 
 def check(model: _types.Unchecked, *, tree: bool = False) -> None:
-  """Refuses all but NNX modules; with `tree` lets trees of modules and variables pass."""
+  """Refuses all but NNX modules; with `tree`, allows trees of modules and variables."""
   nodes = jax.tree.leaves(model, is_leaf=_is_nnx) if tree else []
   if not (isinstance(model, nnx.Module) or any(map(_is_nnx, nodes))):
     raise TypeError(

@@ -18,28 +18,32 @@ from optax_boost.nnx import _batch, _loss, _model
 
 # The source of a loss's random numbers.
 Rng: TypeAlias = jax.Array | nnx.Rngs | nnx.RngStream
+# The rngs of a call: none, or one `nnx.Rngs` or one of its streams.
+_Rngs: TypeAlias = tuple[nnx.Rngs | nnx.RngStream, ...]
+# The sharding of each array of the state.
+_Placement: TypeAlias = tuple[jax.sharding.NamedSharding | None, ...]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
-# Names the contexts in which Flax finds model, optimizer and rngs again after a step.
+# Names the Flax contexts that identify model, optimizer and rngs before and after a step.
 _STEP_CONTEXT = "optax_boost.step"
 
 
 @dataclasses.dataclass
-class _OptimizerRecord:
-  """What a step knows of the training of one optimizer.
+class _Training:
+  """What a step remembers from call to call about the training with one optimizer.
 
   Attributes:
-    tx: the optimizer's transformation, when it was checked.
-    placement: where the arrays of the training lie.
+    tx: the optimizer's transformation, which was checked.
+    placement: the shardings of the training's arrays.
     depths: reads how many groups the next step freezes.
-    made: the arrays that the last call returned, in the order of Flax's flattening.
+    outputs: the arrays that the last call returned, in the order of Flax's flattening.
   """
 
   tx: optax.GradientTransformation
-  placement: Any
+  placement: _Placement
   depths: _train_step.DepthReader
-  made: Sequence[weakref.ref[Any]] = ()
+  outputs: Sequence[weakref.ref[jax.Array]] = ()
 
 
 class TrainStep:
@@ -49,23 +53,27 @@ class TrainStep:
     self._program = program
     self._donate = donate
     self._jitted = jax.jit(self._step, donate_argnums=(1,) if donate else (), static_argnums=(5, 6))
-    self._trainings: weakref.WeakKeyDictionary[Any, _OptimizerRecord] = weakref.WeakKeyDictionary()
+    self._trainings = weakref.WeakKeyDictionary[nnx.Optimizer, _Training]()
 
   def __call__(
-    self, model: Any, optimizer: nnx.Optimizer, batch: Any, rng: Rng | None = None
+    self,
+    model: _model.Model,
+    optimizer: nnx.Optimizer,
+    batch: _types.Batch,
+    rng: Rng | None = None,
   ) -> _types.Metrics:
-    """Makes one step, in place; arguments as :func:`make_train_step` says."""
-    rngs, settings, steps = self._settings(model, optimizer, batch, rng)
+    """Makes one step in place; :func:`make_train_step` describes the arguments."""
+    rngs, settings, steps = self._prepare(model, optimizer, batch, rng)
     training = self._trainings[optimizer]
     try:
-      # As `nnx.jit` does, which can't tell which arrays it may donate.
+      # This does what `nnx.jit` does, but donates only arrays that nothing else holds.
       with nnx.update_context(_STEP_CONTEXT):
         with nnx.split_context(_STEP_CONTEXT) as context:
           graphdef, arrays = context.flatten((model, optimizer, rngs), with_paths=False)
         if self._donate:
-          arrays = _copy_shared(arrays, training.made)
+          arrays = _copy_shared(arrays, training.outputs)
         graphdef, arrays, metrics = self._jitted(graphdef, arrays, *settings)
-        training.made = list(map(weakref.ref, jax.tree.leaves(arrays)))
+        training.outputs = list(map(weakref.ref, jax.tree.leaves(arrays)))
         with nnx.merge_context(_STEP_CONTEXT, inner=False) as context:
           context.unflatten(graphdef, arrays)
     except (TypeError, ValueError):
@@ -76,9 +84,9 @@ class TrainStep:
 
   def refresh(
     self,
-    model: Any,
+    model: _model.Model,
     optimizer: nnx.Optimizer,
-    batches: Iterable[Any],
+    batches: Iterable[_types.Batch],
     rng: Rng | None = None,
     *,
     weight_fn: _types.WeightFn | None = None,
@@ -86,10 +94,10 @@ class TrainStep:
   ) -> None:
     """Renews the snapshot of ``svrg`` in the optimizer with one pass over the data.
 
-    As :meth:`optax_boost.TrainStep.refresh`. The model and `rng` stay as they are. Dropout draws
-    masks of its own for each batch.
+    The arguments are those of :meth:`optax_boost.TrainStep.refresh`. The pass does not change the
+    model or `rng`. Dropout draws new masks for each batch.
     """
-    program, state, key = self._open(model, optimizer, rng)
+    program, state, key = self._checked_state(model, optimizer, rng)
     batches = _batch.close_all(batches)
     if callable(weight_fn):
       weight_fn = _batch.on_user_batch(weight_fn)
@@ -99,36 +107,42 @@ class TrainStep:
     )
     nnx.update(optimizer.opt_state, nnx.state(state.opt_state))
 
-  def lower(self, model: Any, optimizer: nnx.Optimizer, batch: Any, rng: Rng | None = None) -> Any:
+  def lower(
+    self,
+    model: _model.Model,
+    optimizer: nnx.Optimizer,
+    batch: _types.Batch,
+    rng: Rng | None = None,
+  ) -> jax.stages.Lowered:
     """Lowers the step for inspection, like ``jax.jit(...).lower``; changes nothing.
 
-    Arguments as for a step; the batch may be abstract.
+    The arguments are those of a step; the batch may be abstract.
     """
-    rngs, settings, _ = self._settings(model, optimizer, batch, rng)
+    rngs, settings, _ = self._prepare(model, optimizer, batch, rng)
     with nnx.update_context(_STEP_CONTEXT):
       with nnx.split_context(_STEP_CONTEXT) as context:
         graphdef, arrays = context.flatten((model, optimizer, rngs), with_paths=False)
       return self._jitted.lower(graphdef, arrays, *settings)
 
-  def _settings(
-    self, model: Any, optimizer: nnx.Optimizer, batch: Any, rng: Any
-  ) -> tuple[tuple[Any, ...], tuple[Any, ...], int]:
-    """The rngs of a call, the arguments of :meth:`_step` after the arrays, and a number of steps.
+  def _prepare(
+    self, model: _model.Model, optimizer: nnx.Optimizer, batch: _types.Batch, rng: Rng | None
+  ) -> tuple[_Rngs, tuple[Any, ...], int]:
+    """Checks an optimizer at its first call, and gives its state the dtypes that a step returns.
 
-    For so many steps it is known that the number of frozen groups stays.
-    An optimizer that is new is checked, and brought into the form that a step returns.
+    Returns the rngs, the arguments of :meth:`_step` after the arrays, and the number of steps for
+    which the number of frozen groups can't change.
     """
     rngs, key = _split_rng(rng)
     is_new = not isinstance(optimizer, nnx.Optimizer) or optimizer not in self._trainings
-    # By equality: Flax 0.11 rebuilds the tuple in each call.
+    # Not `is not`: Flax 0.11 rebuilds the tuple `tx` in each call.
     if is_new or self._trainings[optimizer].tx != optimizer.tx:
-      state = self._open(model, optimizer, rng)[1]
+      state = self._checked_state(model, optimizer, rng)[1]
       if not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(state)):
         _write_state(state, optimizer)
         _model.write(state.params, state.model_state, model, *rngs)
       depths = _train_step.DepthReader(optimizer.opt_state)
       placement = _train_step.placement(state)
-      self._trainings[optimizer] = _OptimizerRecord(optimizer.tx, placement, depths)
+      self._trainings[optimizer] = _Training(optimizer.tx, placement, depths)
     training = self._trainings[optimizer]
     depth, steps = training.depths.read(optimizer.opt_state)
     batch = _batch.close(batch)
@@ -138,17 +152,17 @@ class TrainStep:
     self,
     graphdef: nnx.GraphDef,
     arrays: list[Any],
-    batch: _types.Tree,
+    batch: _types.Batch,
     key: jax.Array | None,
     data: dict[str, _types.Tree],
     depth: int | None,
-    placement: Any,
-  ) -> tuple[Any, list[Any], _types.Metrics]:
-    """One step on the arrays of model, optimizer and rngs, which it returns."""
+    placement: _Placement,
+  ) -> tuple[nnx.GraphDef, list[Any], _types.Metrics]:
+    """Computes a step on the arrays of model, optimizer and rngs; returns their new arrays."""
     with nnx.merge_context(_STEP_CONTEXT, inner=True) as context:
       model, optimizer, rngs = context.unflatten(graphdef, arrays)
     program, state = self._split(model, optimizer, rngs, key)
-    # The model has another structure than when the places were looked up.
+    # The structure of the model has changed since its first call, so the shardings don't fit.
     if len(placement) != len(jax.tree.leaves(state)):
       placement = ()
     if key is not None:
@@ -163,9 +177,9 @@ class TrainStep:
     return graphdef, arrays, metrics
 
   def _split(
-    self, model: Any, optimizer: nnx.Optimizer, rngs: tuple[Any, ...], key: jax.Array | None
+    self, model: _model.Model, optimizer: nnx.Optimizer, rngs: _Rngs, key: jax.Array | None
   ) -> tuple[_train_step.Program, _train_step.TrainState]:
-    """The program for this model, and its state."""
+    """Returns the program for this model and optimizer, and their state."""
     graphdef, params, model_state = _model.split(optimizer.wrt, model, *rngs)
     loss_fn = _loss.pure_loss(
       self._program.loss_fn, graphdef, optimizer.wrt, has_key=key is not None
@@ -175,10 +189,10 @@ class TrainStep:
     opt_state = _model.as_pure(optimizer.opt_state)
     return program, _train_step.TrainState(params, opt_state, model_state, optimizer.step[...])
 
-  def _open(
-    self, model: Any, optimizer: nnx.Optimizer, rng: Any
+  def _checked_state(
+    self, model: _model.Model, optimizer: nnx.Optimizer, rng: Rng | None
   ) -> tuple[_train_step.Program, _train_step.TrainState, jax.Array | None]:
-    """The program for this model, its state and a key, after checks."""
+    """Checks the arguments of a call; returns the program, the state and the key for them."""
     rngs, key = _split_rng(rng)
     _model.check(model, tree=True)
     words = "what `nnx.Optimizer(model, tx, wrt=nnx.Param)` returns"
@@ -193,12 +207,12 @@ class TrainStep:
     return program, _train_step.canonicalize_state(state), key
 
 
-def _copy_shared(arrays: list[Any], made: Sequence[weakref.ref[Any]]) -> Any:
-  """Copies the arrays that a step may not donate: those that anything else may hold.
+def _copy_shared(arrays: list[Any], outputs: Sequence[weakref.ref[jax.Array]]) -> list[Any]:
+  """Copies the arrays that a step may not donate, since something else may hold them.
 
-  A step may donate what its last call `made`, if nothing but a variable refers to it: neither a
-  clone of the model, nor another model that was given its arrays, nor the user. Takes the arrays
-  out of the list `arrays`, which would count as a reference.
+  A step may donate an output of its last call if only a variable refers to it: no clone of the
+  model, no other model and no variable of the user. Empties `arrays`, since a list that holds an
+  array counts as a reference.
   """
   leaves, structure = jax.tree.flatten(arrays)
   arrays.clear()
@@ -206,18 +220,19 @@ def _copy_shared(arrays: list[Any], made: Sequence[weakref.ref[Any]]) -> Any:
   (unshared,) = _count_references(list(holder))
   for i, references in enumerate(_count_references(leaves)):
     leaf = leaves[i]
-    is_made = i < len(made) and made[i]() is leaf
-    if is_made and references == unshared:
+    is_output = i < len(outputs) and outputs[i]() is leaf
+    if is_output and references == unshared:
       continue
     if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer):
       continue
-    # One process alone may hold an array that lies over several, which all would have to copy.
-    if not is_made or leaf.is_fully_addressable:
+    # Copying an array that spans processes takes all of them, and perhaps only one holds it.
+    if not is_output or leaf.is_fully_addressable:
       leaves[i] = jnp.array(leaf)
   return jax.tree.unflatten(structure, leaves)
 
 
 def _count_references(values: list[Any]) -> list[int]:
+  """Returns the number of references to each value, the list's among them."""
   return [sys.getrefcount(value) for value in values]
 
 
@@ -226,8 +241,8 @@ def _write_state(state: _train_step.TrainState, optimizer: nnx.Optimizer) -> Non
   nnx.update(optimizer, {"step": state.step})
 
 
-def _split_rng(rng: Any) -> tuple[tuple[Any, ...], jax.Array | None]:
-  """The rngs that a loss draws from, and the key of a step."""
+def _split_rng(rng: Any) -> tuple[_Rngs, jax.Array | None]:
+  """Returns the rngs of a call and its key, of which at most one is there."""
   if isinstance(rng, _model.RNG_TYPES):
     return (rng,), None
   if not (rng is None or hasattr(rng, "dtype")):
@@ -239,9 +254,9 @@ def _split_rng(rng: Any) -> tuple[tuple[Any, ...], jax.Array | None]:
 
 
 def _with_keywords_of(core: Callable[..., Any], *without: str) -> Callable[[_Function], _Function]:
-  """Shows, in a function's signature, the keywords of `core` in place of its ``**options``.
+  """Replaces ``**options`` in a function's signature by the keywords of `core`, but for `without`.
 
-  Its ``*args`` are not shown: it takes them to refuse them.
+  Hides the function's ``*args``, which it takes only to refuse them.
   """
 
   def decorate(function: _Function) -> _Function:
@@ -264,41 +279,41 @@ def _with_keywords_of(core: Callable[..., Any], *without: str) -> Callable[[_Fun
 def make_train_step(loss_fn: _types.LossFn, *_optimizers: Any, **options: Any) -> TrainStep:
   """Makes a jitted train step for NNX: :func:`optax_boost.make_train_step` for models.
 
-  Statistics and rng counts come from the one forward pass at the current params; trial points of a
-  line search see the same dropout masks and change nothing.
+  Statistics and rng counts are updated by the forward pass at the current params. The trial points
+  of a line search use the same dropout masks and change nothing.
 
-  Other writes of the forward pass take effect as with ``nnx.jit``. An update starts from trained
-  variables as the forward pass leaves them (``nnx.WeightNorm``, weight clipping). The model keeps
-  variables that the forward pass creates, such as ``sow``'s, and attributes that it sets;
-  the next step then compiles again, so pop intermediates, after the step or in the loss.
+  All other writes of the forward pass take effect as with ``nnx.jit``. If it writes trained
+  variables (``nnx.WeightNorm``, weight clipping), the update is added to the written values. The
+  model keeps variables that the forward pass creates, such as ``sow``'s, and attributes that it
+  sets. The next step then compiles again, so pop intermediates after the step or in the loss.
 
   Args:
     loss_fn: ``loss_fn(model, batch)``, or ``loss_fn(model, batch, rng)`` if the step is called with
-      a key or with ``nnx.Rngs``. Returns the scalar loss, or ``(loss, aux)``. A second model (a
-      teacher, the other half of a GAN) goes into the batch, as a module or an ``nnx.State``: the
-      step reads its present values. The loss must not change it, so put it into evaluation mode.
-    **options: as in :func:`optax_boost.make_train_step`, no `has_model_state`; `full_grad_fn` is
-      always called as ``full_grad_fn(grad_fn, params, rng=key)``, with ``grad_fn(params, batch,
-      key)`` for pure trees of params; the key moves all rng streams, and is handed to a loss that
-      takes one.
+      a key or with ``nnx.Rngs``. Returns the scalar loss, or ``(loss, aux)``. Pass a second model
+      (a teacher, the other half of a GAN) in the batch, as a module or an ``nnx.State``; each step
+      reads its current values. The loss must not change it, so put it into evaluation mode.
+    **options: the keywords of :func:`optax_boost.make_train_step` except `has_model_state`.
+      `full_grad_fn` is always called as ``full_grad_fn(grad_fn, params, rng=key)``, with
+      ``grad_fn(params, batch, key)`` for pure trees of params. The key moves all rng streams, and a
+      loss that takes a key gets it.
 
   Returns:
     The step, called as ``metrics = step(model, optimizer, batch)`` or ``metrics = step(model,
     optimizer, batch, rng)``, which updates model and optimizer in place. It donates their old
     arrays if its last call made them and nothing else holds them; it copies those that a clone,
-    another model or a variable of yours holds. `rng` is a key, into which the number of the step
-    (``optimizer.step``) is folded; or ``nnx.Rngs``, or one of its streams, whose counts go on by
-    the draws of one forward pass.
-    ``step.refresh(model, optimizer, batches)`` and ``step.lower(model, optimizer, batch)`` are as
-    in :class:`optax_boost.TrainStep`. One step serves any number of models, in turns or from
-    several threads at once, but two threads must not train the same model. Model and optimizer may
-    change between steps, in values and in structure.
+    another model or a variable of yours holds. `rng` is a key, into which the step folds its number
+    (``optimizer.step``); or ``nnx.Rngs`` or one of its streams, whose counts the step moves by the
+    draws of one forward pass.
+    ``step.refresh(model, optimizer, batches)`` and ``step.lower(model, optimizer, batch)`` do what
+    they do in :class:`optax_boost.TrainStep`. One step can train any number of models, in turns or
+    in several threads at once, but two threads must not train the same model. Values and structure
+    of model and optimizer may change between steps.
 
   Raises:
-    TypeError: an argument is of the wrong kind; when traced: the loss returns something else.
-    ValueError: when called: the optimizer was made for another model, or for no variable of this
-      one; when traced: the loss creates, removes or reshapes trained variables, or changes an
-      NNX object of the batch.
+    TypeError: an argument is of the wrong kind. When traced: the loss returns something else.
+    ValueError: when called: the optimizer was made for another model, or its filter selects no
+      variable of this model. When traced: the loss creates, removes or reshapes trained variables,
+      or changes an NNX object of the batch.
 
   Examples:
     >>> from flax import nnx
@@ -314,7 +329,7 @@ def make_train_step(loss_fn: _types.LossFn, *_optimizers: Any, **options: Any) -
     >>> bool(metrics["loss"] < 1e-3)
     True
 
-    Dropout from rngs that are passed with each call, as in Flax's guide on randomness:
+    Dropout that draws from rngs passed in each call, as in Flax's guide on randomness:
 
     >>> dropout, rngs = nnx.Dropout(0.5), nnx.Rngs(dropout=1)
     >>> def noisy_loss(model, batch, rngs):
@@ -327,14 +342,14 @@ def make_train_step(loss_fn: _types.LossFn, *_optimizers: Any, **options: Any) -
   _checks.check_callable("loss_fn", loss_fn, "loss_fn(model, batch)")
   if _optimizers or "tx" in options:
     raise TypeError(
-      "`optax_boost.nnx.make_train_step` takes the loss alone, and options as keywords; got"
-      f" {_checks.shorten(_optimizers[0] if _optimizers else options['tx'])}, too. A transformation"
-      " belongs to the optimizer, which each step is called with: `optimizer = nnx.Optimizer(model,"
-      " tx, wrt=nnx.Param)`, `step(model, optimizer, batch)`."
+      "`optax_boost.nnx.make_train_step` takes the loss, and options as keywords; got also"
+      f" {_checks.shorten(_optimizers[0] if _optimizers else options['tx'])}. Pass a transformation"
+      " to the optimizer, `optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)`, and call"
+      " `step(model, optimizer, batch)`."
     )
   if callable(weight := options.get("weight")):
     options["weight"] = _batch.on_user_batch(weight)
-  # The transformation is known with the model only.
+  # Each call replaces this transformation by its optimizer's.
   step = _train_step.make_train_step(loss_fn, optax.identity(), **options)
   program = dataclasses.replace(step.program, has_model_state=True)
   return TrainStep(program, options.get("donate", True))

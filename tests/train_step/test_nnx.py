@@ -493,7 +493,7 @@ def test_refuses_to_step_with_arguments_of_the_wrong_kind(wrong, error, message)
 @pytest.mark.parametrize("passed", [(optax.sgd(0.1),), {"tx": optax.sgd(0.1)}], ids=type)
 def test_a_transformation_is_referred_to_the_optimizer(passed):
   positional, named = ((), passed) if isinstance(passed, dict) else (passed, {})
-  message = r"takes the loss alone, .*; got .*, too. .*nnx.Optimizer\(model, tx, wrt=nnx.Param\)"
+  message = r"takes the loss, .*; got also .*nnx.Optimizer\(model, tx, wrt=nnx.Param\)"
   with pytest.raises(TypeError, match=message):
     optax_boost.nnx.make_train_step(lambda model, batch: 0.0, *positional, **named)
 
