@@ -1,6 +1,12 @@
-"""For Flax Linen modules: pure losses, fewer BatchNorms, the normalized head.
+"""Functions for Flax Linen modules; needs the extra ``flax``.
 
-Needs the extra ``flax``.
+The modules, each of which imports those before it:
+
+  _module            a module with its variables, as a loss calls it
+  _loss              ``split_loss``: the loss of a module as a pure function
+  _batch_stats       ``estimate_batch_stats``: BatchNorm statistics for given params
+  _normalized_dense  ``NormalizedDense``: a dense layer with normalized inputs and kernel
+  _less_bn           ``less_bn``: a module with fewer BatchNorms
 """
 
 # ruff: noqa: E402 (an error without Flax comes before the imports that need it)

@@ -1,6 +1,15 @@
-"""For Flax NNX models: pure losses, the train step in place, fewer BatchNorms, the normalized head.
+"""The train step and functions for Flax NNX models; needs the extra ``flax``.
 
-Needs the extra ``flax``.
+The modules, each of which imports those before it:
+
+  _model             a model taken apart into arrays, and put together again
+  _batch             batches that hold a second model, which a step only reads
+  _loss              ``split_loss``: the loss of a model as a pure function
+  _averaged_model    ``averaged_model``: a copy of a model with averaged params
+  _batch_stats       ``estimate_batch_stats``: BatchNorm statistics for given params
+  _normalized_dense  ``NormalizedDense``: a dense layer with normalized inputs and kernel
+  _less_bn           ``less_bn``: a copy of a model with fewer BatchNorms
+  _train_step        ``make_train_step``: a step that updates model and optimizer in place
 """
 
 # ruff: noqa: E402 (an error without Flax comes before the imports that need it)

@@ -9,8 +9,8 @@ from optax_boost._wrappers import _average_params
 from optax_boost.nnx import _model
 
 
-def averaged_model(optimizer: nnx.Optimizer, model: Any) -> Any:
-  """A copy of a model with the averages that :func:`optax_boost.average_params` keeps.
+def averaged_model(optimizer: nnx.Optimizer, model: nnx.Module) -> Any:
+  """Copies a model, with the averages of :func:`optax_boost.average_params` in place of its params.
 
   Args:
     optimizer: the model's optimizer, made with a transformation that holds an
@@ -18,12 +18,13 @@ def averaged_model(optimizer: nnx.Optimizer, model: Any) -> Any:
     model: the model; it is not changed.
 
   Returns:
-    A model of the same class, with arrays of its own. Variables that the optimizer does not train
-    are `model`'s, but for statistics that it averages, too (the argument `model_state`). Without
-    these, estimate the statistics of its BatchNorms with :func:`estimate_batch_stats`.
+    A model of the same class, with new arrays. Variables that the optimizer does not train have the
+    values of `model`, except for statistics that the optimizer averages (the argument `model_state`
+    of :func:`optax_boost.average_params`). If it averages none, estimate the statistics of
+    BatchNorms with :func:`estimate_batch_stats`.
 
   Raises:
-    ValueError: the optimizer keeps no averages, or another model's.
+    ValueError: the optimizer keeps no averages, or averages of another model.
 
   Examples:
     >>> from flax import nnx

@@ -9,53 +9,54 @@ from flax import nnx
 import jax
 import jax.numpy as jnp
 
-from optax_boost._foundation import _checks, _mesh_axes
+from optax_boost._foundation import _checks, _mesh_axes, _types
 from optax_boost._methods import _batch_stats
 from optax_boost.nnx import _batch, _model
 
 
 def estimate_batch_stats(
-  model: Any,
-  batches: Iterable[Any],
+  model: nnx.Module,
+  batches: Iterable[_types.Batch],
   *,
-  forward_fn: Callable[[Any, Any], Any] | None = None,
-  weight_fn: Callable[[Any], Any] | None = None,
+  forward_fn: Callable[[Any, _types.Batch], Any] | None = None,
+  weight_fn: _types.WeightFn | None = None,
   only: str | Sequence[str] | None = None,
   exclude: str | Sequence[str] | None = None,
 ) -> Any:
   """Estimates the statistics of a model's BatchNorms again, in one pass over batches.
 
-  Needed where params did not come from training alone, as averages: the running statistics then
-  belong to other params. The new statistics are the exact means, over all batches, of the batches'
-  means and variances, and not exponential averages, in which the last batches count most. If a
-  forward pass uses a BatchNorm several times, all uses count the same.
+  Use it for params that training did not visit, such as averages, since the running statistics
+  belong to the params of the training. The new statistics are the exact means, over all batches, of
+  the batches' means and variances; running statistics are exponential averages, in which the last
+  batches count most. If a forward pass uses a BatchNorm several times, all uses count the same.
 
-  Estimated are the BatchNorms that the forward pass updates, in the mode that the model is in.
-  They normalize by the batch. Frozen ones (``use_running_average=True``), and all that `only` and
-  `exclude` leave out, normalize by their running statistics and keep them. ``model.eval()`` freezes
-  all, so call ``model.train()`` first, or name those to estimate by `only`. All other layers are in
-  evaluation mode: no dropout. Params and all other variables are not changed.
+  The pass estimates the BatchNorms that a call of the model updates in its current mode; they
+  normalize by the batch. Frozen BatchNorms (``use_running_average=True``), and those that `only`
+  and `exclude` leave out, normalize by their running statistics and keep them. ``model.eval()``
+  freezes all BatchNorms, so call ``model.train()`` first, or name the BatchNorms to estimate by
+  `only`. All other layers are in evaluation mode, without dropout.
 
   Args:
     model: the model; it is not changed.
-    batches: any iterable of trees of arrays, of the training data, in the size of training batches;
-      each counts by its number of examples.
+    batches: an iterable of trees of arrays from the training data. Use batches as large as in
+      training; each counts by its number of examples.
     forward_fn: ``forward_fn(model, batch)`` calls the model; its result is not used. None:
       ``model(batch)``.
-    weight_fn: from a batch to its number of examples. None: the length of the leaves' first axis.
-    only: the BatchNorms to estimate, frozen or not: regular expressions that match whole segments
-      of a BatchNorm's path (``"stem"`` of ``"stem/norm"``). None: all that the forward pass
-      updates.
-    exclude: BatchNorms that keep their statistics, given in the same way. None: no others.
+    weight_fn: a function from a batch to its number of examples. None: the length of the first axis
+      of the batch's leaves.
+    only: the BatchNorms to estimate, frozen or not, as regular expressions that match whole
+      segments of a BatchNorm's path (``"stem"`` matches ``"stem/norm"``). None: all that the
+      forward pass updates.
+    exclude: BatchNorms that keep their statistics, as such expressions. None: excludes none.
 
   Returns:
     A copy of the model with the new statistics, in the modes (``train()``, ``eval()``) of `model`.
-    :class:`optax_boost.NoEffectWarning` names BatchNorms that no batch has reached, and patterns
-    that match none.
+    :class:`optax_boost.NoEffectWarning` names BatchNorms that no batch reaches, and patterns that
+    match no BatchNorm.
 
   Raises:
-    ValueError: there is no batch, or batches differ in structure; the forward pass updates no
-      BatchNorm; a batch with NaN or infinite entries made statistics that are not finite.
+    ValueError: there is no batch; batches differ in structure; the forward pass updates no
+      BatchNorm; or NaN or infinite entries in a batch made the statistics not finite.
 
   Examples:
     >>> from flax import nnx
@@ -77,22 +78,28 @@ def estimate_batch_stats(
   for path, norm in _model.modules(working, nnx.BatchNorm).items():
     norm.use_running_average = norms[path].use_running_average
     kind: Any = type(norm)
-    norm.__class__ = _averaging(kind)
+    norm.__class__ = _averaging_class(kind)
     norm.is_chosen, norm.is_named = path in selection.paths, selection.named
     for name in _batch_stats.SUMS:
       setattr(norm, name, nnx.BatchStat(jnp.zeros_like(norm.mean[...])))
   # Calls with the same function and structure share a compiled program.
   forward = jax.tree_util.Partial(forward_fn or operator.call)
-  measure = jax.tree_util.Partial(_measure, forward, *nnx.split(working))
+  summarize_batch = jax.tree_util.Partial(_summarize_batch, forward, *nnx.split(working))
   statistics = {path: {"mean": n.mean[...], "var": n.var[...]} for path, n in norms.items()}
   batches, weight_fn = _batch.close_all(batches), _batch.on_user_batch(weight_fn)
-  estimated = _batch_stats.estimate(measure, statistics, selection, batches, weight_fn)
+  estimated = _batch_stats.estimate(summarize_batch, statistics, selection, batches, weight_fn)
   for path, new in estimated.items():
     norms[path].mean[...], norms[path].var[...] = new["mean"], new["var"]
   return copy
 
 
-def _measure(forward_fn: Any, graphdef: nnx.GraphDef, state: Any, chosen: Any, batch: Any) -> Any:
+def _summarize_batch(
+  forward_fn: Callable[[Any, _types.Batch], Any],
+  graphdef: nnx.GraphDef,
+  state: nnx.State,
+  chosen: Iterable[str],
+  batch: _types.Batch,
+) -> dict[str, _batch_stats.Statistics]:
   """Computes the statistics of a batch for each chosen BatchNorm, by path."""
   model = nnx.merge(graphdef, state)
   forward_fn(model, _batch.user_batch(batch))
@@ -123,9 +130,10 @@ class _Averaging(nnx.BatchNorm):
       return super().__call__(x, use_running_average=True, **kwargs)
     running = self.mean[...], self.var[...]
     settings = self.momentum, self.axis_name
-    # Zeros, as 0 times a running statistic that is NaN would be NaN.
+    # With momentum 0 a call stores 0 * running + batch. Zeros replace the running statistics, since
+    # 0 * NaN is NaN.
     self.mean[...], self.var[...] = map(jnp.zeros_like, running)
-    # Outside of the training's `shard_map` the batch is whole.
+    # Outside of the training's `shard_map` the mesh axis is unbound, and the batch is whole.
     self.momentum, self.axis_name = 0.0, _mesh_axes.bound_axis(self.axis_name)
     out = super().__call__(x, use_running_average=False, **kwargs)
     self.momentum, self.axis_name = settings
@@ -137,6 +145,6 @@ class _Averaging(nnx.BatchNorm):
 
 
 @functools.cache
-def _averaging(kind: Any) -> Any:
-  """A class of BatchNorms that average; calls of `kind`'s own reach :class:`_Averaging`."""
+def _averaging_class(kind: Any) -> type[nnx.BatchNorm]:
+  """Makes a subclass of `kind` whose ``super().__call__`` reaches :class:`_Averaging`."""
   return _Averaging if kind is nnx.BatchNorm else type(kind)("Averaging", (kind, _Averaging), {})

@@ -1,4 +1,4 @@
-"""Fewer BatchNorms for Flax NNX models, by surgery on a copy."""
+"""Removes BatchNorms from a copy of an NNX model."""
 
 import functools
 from typing import Any
@@ -11,15 +11,18 @@ from optax_boost.nnx import _model, _normalized_dense
 
 
 class RemovedBatchNorm(nnx.Module):
-  """A former BatchNorm, which returns its input in the dtype that the BatchNorm had."""
+  """Stands in for a removed BatchNorm; returns its input in the BatchNorm's dtype.
 
-  dtype: Any
-  marked: str | None
+  If `traced_path` is set, a trace of the model shows the module under this path.
+  """
+
+  dtype: _types.Dtype | None
+  traced_path: str | None
 
   def __call__(self, x: Any, use_running_average: bool | None = None, *, mask: Any = None) -> Any:
-    """Returns the input; the other arguments are a BatchNorm's and not used."""
+    """Returns `x`; the other arguments are those of a BatchNorm, and not used."""
     x = x if self.dtype is None else x.astype(self.dtype)
-    return x if self.marked is None else _less_bn.mark_norm(x, self.marked)
+    return x if self.traced_path is None else _less_bn.mark_norm(x, self.traced_path)
 
 
 def less_bn(
@@ -30,29 +33,32 @@ def less_bn(
   on_plan: _less_bn.PlanCallback | None = None,
   **kwargs: Any,
 ) -> Any:
-  """Returns a copy of a model with fewer BatchNorms: of each bottleneck's branch the last stays.
+  """Copies a model without the BatchNorms inside bottleneck branches; each branch's last one stays.
 
-  Which BatchNorm stands where is read from a trace of the model, not from names: a residual
-  block is an addition whose two operands stem from one value; its branch is the side with more
-  layers. The stem's and the shortcuts' BatchNorms stay, as do BatchNorms of basic blocks (two
-  layers), as in MindSpore.
+  The place of a BatchNorm is read from a trace of the model, not from names. A residual block is an
+  addition whose two operands are computed from one earlier value; its branch is the operand with
+  more layers, its shortcut the other. As in MindSpore, the BatchNorms of the stem, of shortcuts and
+  of basic blocks (two layers) stay.
 
-  The copy has the model's weights, in arrays of its own. Removing BatchNorms changes the function,
-  so do it before training, or very early. A checkpoint of the copy is restored into a copy that the
-  same call makes from a fresh model.
+  The copy has the model's weights, in new arrays. Removing BatchNorms changes the function; do it
+  before training, or very early. Restore a checkpoint of the copy into a copy that the same call
+  makes from a new model.
 
   Args:
     model: the model; it is not changed.
-    *args: the model's inputs, as for a call, to trace it; ``jax.ShapeDtypeStruct`` will do.
-    fn_flag: whether the last dense layer becomes a :class:`NormalizedDense`, which keeps its
-      kernel and bias; its multiplier starts from 1.
-    predicate: which BatchNorms go, as a function of a BatchNorm's place, which has a `path`, a
+    *args: the inputs of a call of the model, which is traced with them; ``jax.ShapeDtypeStruct``
+      is enough.
+    fn_flag: whether the last dense layer becomes a :class:`NormalizedDense` with the layer's kernel
+      and bias; its multiplier starts from 1.
+    predicate: whether to remove a BatchNorm, as a function of its place, which has a `path`, a
       `role` (``"inner"`` and ``"last"`` of a residual branch, ``"shortcut"``, ``"outside"`` of all
-      blocks) and `layers`, the number of the branch's layers. None: those inside of a branch of at
-      least three layers. With basic blocks: ``lambda place: place.role == "inner"``.
-    on_plan: is called with the changes: the paths `removed` and `head` (or None) of BatchNorms and
-      of the normalized layer, and `norms`, how many BatchNorms the model has. None: not called.
-    **kwargs: the model's keyword arguments.
+      blocks) and `layers`, the number of the branch's layers. None: removes inner BatchNorms of
+      branches with at least three layers. ``lambda place: place.role == "inner"`` also removes
+      those of basic blocks.
+    on_plan: a function that is called with the plan, which has `removed`, the paths of the removed
+      BatchNorms, `head`, the path of the normalized layer or None, and `norms`, the number of
+      BatchNorms in the model. None: not called.
+    **kwargs: the keyword arguments of the call.
 
   Returns:
     A model of the same class.
@@ -87,10 +93,10 @@ def less_bn(
   return copy
 
 
-def _remove(norm: Any, marked: str | None = None) -> None:
-  """Turns a BatchNorm into a removed one, wherever the model refers to it."""
+def _remove(norm: Any, traced_path: str | None = None) -> None:
+  """Turns a BatchNorm into a :class:`RemovedBatchNorm`, in all places that refer to it."""
   norm.__class__ = RemovedBatchNorm
-  norm.marked = marked
+  norm.traced_path = traced_path
   for name, value in list(vars(norm).items()):
     if isinstance(value, nnx.Variable):
       delattr(norm, name)

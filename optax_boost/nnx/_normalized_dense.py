@@ -15,15 +15,16 @@ class NormalizedDense(nnx.Linear):
   .. math::
     y = s \, (N(x) \, N(W) + b), \qquad N(v) = v / \sqrt{\max(v \cdot v, \epsilon)}
 
-  with :math:`N` on each row of :math:`x` and each output's column of :math:`W`. Logits lie within
-  plus or minus the multiplier, whatever the length of the features. Norms are taken in float32.
+  where :math:`N` normalizes each row of :math:`x` and each column of :math:`W`. Without a bias,
+  logits lie between minus and plus the multiplier, however long the features are. Norms are
+  computed in float32.
 
   Args:
     in_features: the size of the inputs' last axis.
     out_features: the number of outputs.
-    multiplier_init: initializer of the multiplier. Raising it sharpens a classifier from the start,
-      where 1 makes it learn to.
-    eps: smallest squared norm to divide by.
+    multiplier_init: initializer of the multiplier. Raising it sharpens a classifier from the start;
+      with 1, training must learn the multiplier.
+    eps: the smallest squared norm to divide by.
     rngs: the rngs.
     **options: as for ``nnx.Linear``: `use_bias` (the multiplier scales the bias, too), `dtype`,
       `param_dtype`, `kernel_init`, `bias_init`. `precision` and `dot_general` have no effect.
@@ -45,7 +46,7 @@ class NormalizedDense(nnx.Linear):
     in_features: int,
     out_features: int,
     *,
-    multiplier_init: Any = nnx.initializers.ones_init(),  # noqa: B008
+    multiplier_init: nnx.initializers.Initializer = nnx.initializers.ones_init(),  # noqa: B008
     eps: float = _normalized_dense.EPS,
     rngs: nnx.Rngs,
     **options: Any,
@@ -56,7 +57,7 @@ class NormalizedDense(nnx.Linear):
     self.eps = eps
 
   def __call__(self, x: jax.Array) -> jax.Array:  # type: ignore[override]
-    """From inputs (..., in_features) to outputs (..., out_features)."""
+    """Maps inputs (..., in_features) to outputs (..., out_features)."""
     bias = None if self.bias is None else self.bias[...]
     arrays = (x, self.kernel[...], self.multiplier[...], bias)
     promoted = nnx.nn.dtypes.promote_dtype(arrays, dtype=self.dtype)
@@ -64,7 +65,7 @@ class NormalizedDense(nnx.Linear):
 
 
 def normalize(dense: Any) -> None:
-  """Turns a dense layer into a normalized one, in place, with its kernel and bias."""
+  """Turns an ``nnx.Linear`` into a :class:`NormalizedDense` in place; keeps kernel and bias."""
   dense.__class__ = NormalizedDense
   dense.multiplier = nnx.Param(jnp.ones(1, dense.param_dtype))
   dense.eps = _normalized_dense.EPS

@@ -42,7 +42,7 @@ ROOMS = {
 # Rooms whose parts never import each other, but for what they share.
 APART = {"_methods": {"_leaves"}, "_wrappers": set()}
 # Rooms whose docstring lists the modules in an order: each may import those before it.
-ORDERED = ("_foundation", "_trace", "_form", "_train_step", "_levels", "_race")
+ORDERED = ("_foundation", "_trace", "_form", "_train_step", "_levels", "_race", "nnx", "linen")
 
 
 def imported(path):
