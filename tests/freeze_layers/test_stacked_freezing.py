@@ -1,4 +1,4 @@
-"""Freezing layers of a scan: groups of layers, the cut scan, and an optimizer that stands still."""
+"""Freezing layers of a scan: groups of layers, the cut scan, frozen slices of optimizer states."""
 
 import functools
 import re
@@ -158,7 +158,7 @@ def fixed(depth, num_groups=LAYERS + 2):
 
 
 def frozen_masks(plan, params, depth):
-  """For each leaf, which of its entries are frozen."""
+  """For each leaf, an array that tells which entries are frozen."""
   tx = optax_boost.freeze_layers(optax.sgd(1.0), plan, fixed(depth, len(plan.groups)))
   ones = jax.tree.map(lambda x: np.ones(x.shape, x.dtype), params)
   updates = jax.device_get(jax.jit(lambda p: tx.update(p, tx.init(p))[0])(ones))
@@ -166,9 +166,10 @@ def frozen_masks(plan, params, depth):
 
 
 def held_by(loss, params, plan, depth, x=X, rtol=0.0):
-  """Whether a scan is cut; that the gradient is zero where frozen and else that of the whole scan.
+  """Returns whether a scan is cut.
 
-  The gradient is the same to the bit where `rtol` is 0.
+  Asserts that the gradient is zero where frozen, and elsewhere that of the whole scan (to the bit
+  if `rtol` is 0).
   """
   frozen = optax_boost.freeze_layers(optax.sgd(1.0), plan, fixed(depth, len(plan.groups)))
   step = optax_boost.make_train_step(loss, test_freezing.spied(frozen), donate=False)
@@ -185,16 +186,16 @@ def held_by(loss, params, plan, depth, x=X, rtol=0.0):
 
 
 def program_of(step, state, *args):
-  """The program of a step of a state whose values are known."""
+  """The program of a step; the state, with its depth, is a constant in it."""
   return jax.make_jaxpr(lambda *args: step(state, *args))(*args).jaxpr
 
 
 def scans(program):
-  found = [e for e in program.eqns if e.primitive.name == "scan"]
+  equations = [e for e in program.eqns if e.primitive.name == "scan"]
   for equation in program.eqns:
     for inner in _jaxpr.sub_jaxprs(equation):
-      found += scans(getattr(inner, "jaxpr", inner))
-  return found
+      equations += scans(getattr(inner, "jaxpr", inner))
+  return equations
 
 
 def tied(params, x):
@@ -254,7 +255,7 @@ def under_shard_map(params, x):
   return jax.shard_map(mean, mesh=mesh, in_specs=specs, out_specs=specs[0])(params, x)
 
 
-# Their scans can't be cut: frozen layers are masked only.
+# Scans that can't be cut: the gradients of frozen layers are computed and masked.
 UNCUT = {
   "cond": lambda p, x: jax.lax.cond(x[0, 0] > 9, lambda p: 0.0, lambda p: loss_fn(p, x), p),
   "custom_vjp": with_custom_vjp(loss_fn),
@@ -270,13 +271,13 @@ def test_the_gradient_is_cut_to_the_bit(name):
 
 
 def dots(program):
-  """How many products of matrices a program computes."""
-  found = 0
+  """How many matrix products a program computes."""
+  count = 0
   for equation in program.eqns:
     runs = equation.params["length"] if equation.primitive.name == "scan" else 1
     inner = [getattr(p, "jaxpr", p) for p in _jaxpr.sub_jaxprs(equation)]
-    found += (equation.primitive.name == "dot_general") + runs * sum(map(dots, inner))
-  return found
+    count += (equation.primitive.name == "dot_general") + runs * sum(map(dots, inner))
+  return count
 
 
 def dots_of_a_step(loss, params=None, x=X):
@@ -313,13 +314,13 @@ PREPARED = {
 @pytest.mark.parametrize("name", PREPARED)
 def test_a_scan_is_cut_if_its_layers_are_moved_or_reshaped_before_it(name):
   loss = functools.partial(loss_fn, prepare=PREPARED[name])
-  # Newer XLA fuses what is before the scan in another way.
+  # Newer XLA fuses the operations before the scan in another way.
   rtol = 1e-5 if name == "reshape" else 0.0
   assert held_by(loss, make_params(), groups_of(loss), 3, rtol=rtol)
   assert dots_of_a_step(loss) == dots_of_a_plain_step()
   if name == "barrier":  # around all params, too
-    of_all = lambda p, x: loss_fn(jax.lax.optimization_barrier(p), x)  # noqa: E731
-    assert dots_of_a_step(of_all) == dots_of_a_plain_step()
+    loss_behind_barrier = lambda p, x: loss_fn(jax.lax.optimization_barrier(p), x)  # noqa: E731
+    assert dots_of_a_step(loss_behind_barrier) == dots_of_a_plain_step()
 
 
 @pytest.mark.parametrize("spec", [(None, "x"), ("x",)], ids=["columns", "layers"])
@@ -373,7 +374,7 @@ def test_stacks_that_share_leaves_are_distinguished():
   second = {"w": make_params()["blocks"]["up"][:2], "b": make_params()["blocks"]["bias"][:2]}
   params = make_params() | {"second": second, "shared": jnp.eye(WIDTH)}
   plan = groups_of(loss, params, None, blocks="second[*]|blocks[*]")
-  # The second scan's weights are used in the first one already.
+  # The first scan uses the second scan's weights, too.
   assert plan.groups[1] == (
     LayerSlice("second/w", 0, 0, 1),
     "shared",
@@ -386,7 +387,7 @@ def test_stacks_that_share_leaves_are_distinguished():
   assert held_by(loss, params, plan, 5)
 
 
-# With no layer of the scan frozen, two, none but the embedding, all, and all but the last.
+# Frozen layers of the scan: none, two, none (only the embedding), all, all but the last.
 DEPTHS = np.array([0, 3, 1, 6, 5])
 SEVERAL_DEPTHS = optax_boost.FreezeSchedule(
   LAYERS + 2, lambda step, key: jnp.asarray(DEPTHS)[step % len(DEPTHS)]
@@ -402,16 +403,16 @@ INNERS = {
 }
 
 
-def stands_still(before, after, depth):
-  """Whether exactly the first layers of all leaves of the blocks, in all trees, stand still."""
+def is_frozen(before, after, depth):
+  """Whether, in all leaves of the blocks, exactly the frozen layers are unchanged."""
 
-  def of_blocks(tree):
+  def block_leaves(tree):
     flat = jax.tree_util.tree_flatten_with_path(tree)[0]
     return [leaf for path, leaf in flat if "['blocks']" in jax.tree_util.keystr(path)]
 
   moved = [
     np.any((np.asarray(a) != np.asarray(b)).reshape(LAYERS, -1), axis=1)
-    for a, b in zip(of_blocks(before), of_blocks(after), strict=True)
+    for a, b in zip(block_leaves(before), block_leaves(after), strict=True)
   ]
   frozen = np.arange(LAYERS) < depth - 1
   return bool(moved) and all((m == ~frozen).all() for m in moved)
@@ -432,14 +433,14 @@ def test_frozen_layers_and_their_state_stay_bit_for_bit(name):
     after, metrics = step(state, X)
     assert metrics["frozen_groups"] == depth
     moments = (state.opt_state.inner_state, after.opt_state.inner_state)
-    assert stands_still((state.params, moments[0]), (after.params, moments[1]), depth)
+    assert is_frozen((state.params, moments[0]), (after.params, moments[1]), depth)
     expected = masked(state.params, state.opt_state)
     chex.assert_trees_all_close((after.params, after.opt_state), expected, rtol=1e-5, atol=1e-6)
     state = after
 
 
 def one_step_of(inner, depth):
-  """The updates and the state after a step of wide layers, of which the first are frozen."""
+  """The updates and the state after one step; the layers are wide and the first are frozen."""
   params = make_params(width=128)
   x = jnp.ones((4, 128))
   plan = groups_of(params=params, x=x)
@@ -495,7 +496,7 @@ def test_the_backward_pass_of_a_scaled_loss_is_cut():
   step = optax_boost.make_train_step(loss_fn, tx, donate=False)
   state = step.init(make_params())
   after, _ = step(state, X)
-  assert stands_still(state.params, after.params, 3)
+  assert is_frozen(state.params, after.params, 3)
   # Forward over frozen layers, forward and backward over trained ones.
   lengths = [e.params["length"] for e in scans(program_of(step, state, X))]
   assert sorted(lengths) == [2, 3, 3]
@@ -516,7 +517,7 @@ def test_a_step_over_sharded_layers_gathers_nothing():
     steps.append(optax_boost.make_train_step(loss_fn, tx, donate=False))
   state, whole = steps[1].init(sharded), steps[1].init(params)
   programs = [s.lower(s.init(sharded), X).compile().as_text() for s in steps]
-  # What one layer gathers, and nothing else.
+  # The step with frozen layers gathers no other shapes.
   whole_step, cut_step = (set(re.findall(r"= (\S+) all-gather", text)) for text in programs)
   assert cut_step <= whole_step
   after, _ = steps[1](state, X)
@@ -524,8 +525,8 @@ def test_a_step_over_sharded_layers_gathers_nothing():
   chex.assert_trees_all_close(
     jax.device_get(after.params), jax.device_get(expected.params), rtol=1e-4, atol=1e-6
   )
-  kept = [w.sharding for w in jax.tree.leaves(after.params["blocks"])]
-  assert kept == [w.sharding for w in jax.tree.leaves(sharded["blocks"])]
+  shardings = [w.sharding for w in jax.tree.leaves(after.params["blocks"])]
+  assert shardings == [w.sharding for w in jax.tree.leaves(sharded["blocks"])]
 
 
 class Block(nn.Module):
@@ -573,8 +574,8 @@ def test_frozen_linen_layers_and_their_statistics_are_not_updated(axis, remat):
     for s, mu in ((s, s.opt_state.inner_state[0].mu) for s in jax.device_get((state, after)))
   ]
   trees = [{"blocks": tree} for tree in trees]
-  assert stands_still(*trees, 3)
-  assert stands_still(state.model_state, after.model_state, 3)
+  assert is_frozen(*trees, 3)
+  assert is_frozen(state.model_state, after.model_state, 3)
   lengths = {e.params["length"] for e in scans(program_of(step, state, X, keys["params"]))}
   assert lengths == {2, 3}
 
@@ -615,4 +616,4 @@ def test_frozen_nnx_layers_are_not_updated():
   optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
   before = jax.tree.map(jnp.array, nnx.to_pure_dict(nnx.state(model)))
   ob_nnx.make_train_step(loss)(model, optimizer, X)
-  assert stands_still(before, nnx.to_pure_dict(nnx.state(model)), 3)
+  assert is_frozen(before, nnx.to_pure_dict(nnx.state(model)), 3)

@@ -26,7 +26,7 @@ OPTIMIZERS = {
   "adafactor": optax.adafactor,
   "adafactor, unclipped": functools.partial(optax.adafactor, clipping_threshold=None),
   "adabelief": optax.adabelief,
-  # These correct a bias as well, or have a first step of their own.
+  # These correct a bias as well, or make a special first step.
   "adan": optax.adan,
   "ademamix": optax.contrib.ademamix,
   "adopt": optax.contrib.adopt,
@@ -39,7 +39,7 @@ TWO = optax_boost.gradual_unfreezing(2, every=THAW)
 
 
 def written_out():
-  # LAMB's first step of params that are zero is not scaled by their norm.
+  # LAMB does not scale the first step of params that are zero.
   return {"body": jnp.zeros((3, 4)), "head": jnp.full((4,), 0.5)}
 
 
@@ -47,14 +47,14 @@ def stacked():
   return {"layers": jnp.full((5, 3, 4), 0.5), "head": jnp.full((4,), 0.5)}
 
 
-# Layers 0 to 2 of five in the first group, the others in the last.
+# Layers 0 to 2 of five are in the first group, layers 3 and 4 in the last.
 HALF = optax_boost.LayerGroups(
   ((LayerSlice("layers", 0, 0, 3),), (LayerSlice("layers", 0, 3, 5), "head")), (36, 28)
 )
 
 
 def scan_steps(tx, params, gradients, steps):
-  """The updates of each step, as one tree with an axis of steps, and the last params and state."""
+  """Returns the updates, with a first axis of steps, and the last params and state."""
 
   def step(carry, t):
     params, state = carry
@@ -66,7 +66,7 @@ def scan_steps(tx, params, gradients, steps):
 
 
 def train(tx, params, gradients, steps):
-  """As `scan_steps`, in one program and with updates in NumPy."""
+  """As `scan_steps`, compiled, with updates in NumPy."""
   updates, params, state = jax.jit(lambda p: scan_steps(tx, p, gradients, steps))(params)
   return jax.device_get(updates), params, state
 
@@ -88,11 +88,11 @@ def test_a_thawed_layer_starts_as_with_a_fresh_optimizer(name):
   assert not np.any(updates["body"][:THAW])
   fresh = alone["body"][:AFTER]
   np.testing.assert_allclose(updates["body"][THAW:] / RATE, fresh / RATE, rtol=1e-4)
-  # The head goes on as if nothing had happened.
+  # The thaw does not change the updates of the head.
   np.testing.assert_allclose(updates["head"] / RATE, alone["head"] / RATE, rtol=1e-4)
 
 
-# Without those whose updates depend on the size of the whole leaf.
+# Optimizers whose updates do not depend on the size of the whole leaf.
 WITHOUT = ("lamb", "muon", "adafactor", "adafactor, unclipped")
 STACKED = {name: make for name, make in OPTIMIZERS.items() if name not in WITHOUT} | {
   "adafactor": functools.partial(
@@ -111,7 +111,7 @@ def test_a_thawed_layer_of_a_stacked_leaf_starts_as_with_a_fresh_optimizer(name)
   ours, alone = updates["layers"][THAW:] / RATE, alone["layers"] / RATE
   # The decay of AdamW follows the params, which start at 0.5.
   np.testing.assert_allclose(ours[:, 3:], alone[THAW:, 3:], rtol=0.05)
-  # As with a fresh optimizer.
+  # The thawed layers start as with a fresh optimizer.
   np.testing.assert_allclose(ours[:, :3], alone[:AFTER, :3], rtol=0.05)
 
 
@@ -136,8 +136,8 @@ def random_gradients(params):
   def gradients(t, params):
     columns = np.split(steps, ends, axis=1)
     flat = [
-      jnp.asarray(of_leaf[:, : leaf.size].reshape(-1, *leaf.shape))[t]
-      for of_leaf, leaf in zip(columns, leaves, strict=True)
+      jnp.asarray(column[:, : leaf.size].reshape(-1, *leaf.shape))[t]
+      for column, leaf in zip(columns, leaves, strict=True)
     ]
     return jax.tree.unflatten(structure, flat)
 
@@ -187,7 +187,7 @@ def test_steps_equal_pytorchs_with_a_count_per_param(schedule):
   assert counts.tolist() == [np.sum(frozen <= group) for group in range(3)]
 
 
-# Where layers are stacked and when they are frozen have nothing to do with each other.
+# The axis of layers and the schedule are independent, so few pairs are enough.
 @pytest.mark.parametrize(
   ("name", "axis"), [*((name, 0) for name in SCHEDULES), ("again", 1), ("at intervals", 1)]
 )
@@ -203,8 +203,8 @@ def test_steps_of_stacked_layers_equal_the_steps_of_unrolled_layers(name, axis):
   all_gradients = jax.vmap(lambda t: gradients(t, layers))(jnp.arange(60))
   frozen = depths(schedule, 60)
   for layer, group in enumerate((0, 1, 1, 2)):
-    of_layer = np.take(np.asarray(all_gradients["w"]), layer, axis + 1)
-    expected = adam_of_a_param(of_layer, frozen <= group)
+    layer_gradients = np.take(np.asarray(all_gradients["w"]), layer, axis + 1)
+    expected = adam_of_a_param(layer_gradients, frozen <= group)
     ours = np.take(np.asarray(updates["w"]), layer, axis + 1)
     np.testing.assert_allclose(ours, expected, rtol=1e-3, atol=1e-7)
 
@@ -243,7 +243,7 @@ def test_clipping_takes_the_norm_of_all_trained_leaves(clipped):
   tx = optax_boost.freeze_layers(CLIPPED[clipped], ["body", "head"], schedule)
   updates, _, _ = train(tx, written_out(), ones, 203)
   np.testing.assert_allclose(updates["head"][100:200], -1 / np.sqrt(4), rtol=1e-4)
-  # Twelve more entries of the same size.
+  # After the thaw the norm is that of 16 entries, not 4.
   np.testing.assert_allclose(updates["body"][200:], -1 / np.sqrt(16), rtol=0.1)
   if clipped != "before":
     squares = np.sum(updates["body"] ** 2, (1, 2)) + np.sum(updates["head"] ** 2, 1)
@@ -364,7 +364,7 @@ def test_a_leaf_is_computed_for_its_own_group_alone():
   ("schedule", "expected"),
   [
     (optax_boost.fixed_freezing(10, 4), 1),
-    # Those below the fifth group never train, those from it on always together.
+    # Groups 0 to 4 never train; 5 and 6 train together, and so do 7 to 9.
     (optax_boost.FreezeSchedule(10, lambda t, key: jnp.where(t < 3, 7, 5), depths=(5, 7)), 2),
     (optax_boost.gradual_unfreezing(10, every=3), 10),
     (optax_boost.gradual_unfreezing(10, every=3, max_depths=3), 3),
@@ -478,13 +478,13 @@ def test_the_train_step_compiled_per_depth_thaws_with_fresh_counts():
 )
 def test_a_count_that_may_belong_to_the_run_is_shared_and_warns(inner, name):
   tx = optax_boost.freeze_layers(inner, ["body", "head"], TWO)
-  with pytest.warns(UserWarning, match=rf"one step count for all groups in {name}: .*thawed late"):
+  with pytest.warns(UserWarning, match=rf"one step count for all groups in {name}, .*thawed late"):
     state = tx.init(written_out())
   assert len(state.group_counts) == (name == "MomoState")
 
 
 def custom(state_of):
-  """An optimizer of one's own: a mean of gradients with its bias corrected."""
+  """A user's optimizer: a mean of gradients whose bias is corrected."""
 
   def init(params):
     return state_of(jnp.zeros([], jnp.int32), jax.tree.map(jnp.zeros_like, params))
@@ -504,12 +504,12 @@ def in_a_dict(count, mean):
 
 def test_a_count_in_another_authors_state_counts_the_groups_steps_and_warns():
   inner = custom(in_a_dict)
-  with pytest.warns(UserWarning, match=r'for each group in dict.*counts="run"\)`; if none'):
+  with pytest.warns(UserWarning, match=r'for each group in dict.*`counts="run"`; else'):
     optax_boost.freeze_layers(inner, ["body", "head"], TWO).init(written_out())
   tx = optax_boost.freeze_layers(inner, ["body", "head"], TWO, counts="group")
   updates, _, _ = train(tx, written_out(), ones, THAW + 3)
   np.testing.assert_allclose(updates["body"][THAW:], -1, rtol=1e-5)
-  # Where nothing is thawed it makes no difference.
+  # If no group is thawed, it makes no difference, and there is no warning.
   fixed = optax_boost.fixed_freezing(2, 1)
   optax_boost.freeze_layers(inner, ["body", "head"], fixed).init(written_out())
 
@@ -560,7 +560,7 @@ def test_counts_in_a_users_wrapper_count_the_run_since_its_parts_cannot_be_calle
     assert tx.init(written_out()).group_counts == ()
 
 
-# Adam's steps, clipped together: after a thaw all sixteen entries have moments of equal size.
+# Compositions around Adam and a clipping, whose norm is that of all trained entries.
 CLIPPED_INSIDE = {
   "chain": lambda tx: tx,
   "named_chain": lambda tx: optax.named_chain(("only", tx)),
@@ -613,7 +613,7 @@ def test_a_count_apart_from_moments_counts_the_run():
   tx = optax_boost.freeze_layers(inner, ["body", "head"], TWO)
   updates, _, state = train(tx, written_out(), ones, THAW + AFTER)
   assert state.group_counts == ()
-  # The jump that counts of their own prevent.
+  # Without a count for each group, the first steps are too long.
   assert 4 < jnp.max(updates["body"]) < 5
 
 

@@ -1,36 +1,37 @@
 """A step in which each group of layers has step counts of its own.
 
 Adam divides its moments by 1 - b^n, n being one count for all leaves. If a layer is thawed after a
-thousand steps, its moments are zero still and n is 1000, so that its first steps are several times
-too long. PyTorch counts the steps of each param. So does this module, for each group: an ``update``
-whose state holds a count beside moments is called once for each class of groups that have been
-trained in the same steps, with their counts in the state, and each leaf and layer takes the result
-of its class. XLA drops what nothing takes.
+thousand steps, its moments are still zero and n is 1000, so that its first steps are several times
+too long. PyTorch counts the steps of each param. This module counts the steps of each group: if the
+state of an ``update`` holds a count beside moments, the ``update`` is called once for each class of
+groups that were trained in the same steps, with their counts in the state. Each leaf and layer
+takes the result of its class; XLA drops the results that nothing takes.
 
-Only the ``update`` that holds the counts is called repeatedly. The members of a chain, and what
-other compositions hold, are told apart (:mod:`optax_boost._form._compositions`): clipping after
-Adam takes the norm of the updates that are made.
+Only the ``update`` whose state holds the counts is called repeatedly, not the chain or the other
+composition around it (:mod:`optax_boost._form._compositions`). So clipping after Adam takes the
+norm of the updates that are made.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from optax_boost._form import _compositions
-from optax_boost._foundation import _masks, _placement
+from optax_boost._foundation import _masks, _placement, _types
 from optax_boost._wrappers._freezing import _state_layout
 
-# Equal for groups that one call serves.
-_Key = Any
+# Equal for the groups that one call serves: their class, or their counts.
+_CallKey: TypeAlias = int | tuple[Any, ...]
 
 
-def classes_of(depths: Any, num_groups: int) -> list[int]:
-  """The class of each group: two groups are in one if no depth freezes one of them alone."""
+def group_classes(depths: Sequence[int] | np.ndarray | None, num_groups: int) -> list[int]:
+  """The class of each group: two groups are in one if no depth freezes only one of them."""
   if depths is None:
     return list(range(num_groups))
   return [sum(depth <= group for depth in depths) for group in range(num_groups)]
@@ -43,118 +44,138 @@ class GroupCounts:
   Attributes:
     layout: the groups and the counts in the inner optimizer's state.
     counts: for each count in the state, a vector with an entry per group.
-    classes: the class of each group (:func:`classes_of`).
-    groups: the group of each leaf, in the structure of the gradients.
-    first: the first group that is trained in this step, if known.
+    classes: the class of each group (:func:`group_classes`).
+    leaf_groups: the group of each leaf, in the structure of the gradients.
+    first_trained: the first group that this step may train.
   """
 
   layout: _state_layout.StateLayout
   counts: Sequence[jax.Array]
   classes: Sequence[int]
-  groups: Any
-  first: int
+  leaf_groups: _types.Tree
+  first_trained: int
 
-  def separated(self, update: Callable[..., Any], owners: Any, places: Any) -> Callable[..., Any]:
-    """An ``update`` by groups; `owners` and `places` are of its own state."""
-    return functools.partial(self._step, update, owners, places)
+  def update_by_group(
+    self, update: _compositions.Update, state_groups: _types.Tree, count_positions: _types.Tree
+  ) -> _compositions.Update:
+    """An ``update`` that uses each group's counts; the two trees have its state's structure."""
+    return functools.partial(self._step, update, state_groups, count_positions)
 
-  def advanced(self, before: Any, after: Any, depth: Any, made: Any) -> tuple[jax.Array, ...]:
-    """The groups' counts after a step from one inner state to another.
+  def advanced(
+    self,
+    before: _types.OptState,
+    after: _types.OptState,
+    depth: _types.IntScalar,
+    made: _types.BoolScalar,
+  ) -> tuple[jax.Array, ...]:
+    """The groups' counts after a step that led from one inner state to another.
 
-    Those of trained groups advance as the count in the state does.
+    The counts of trained groups advance as the count in the state does.
     """
     old, new = jax.tree.leaves(before), jax.tree.leaves(after)
     is_trained = (np.arange(len(self.classes), dtype=np.int32) >= depth) & jnp.asarray(made)
 
-    def advance(place: int, vector: jax.Array) -> jax.Array:
-      x, y = _placement.in_device_memory(old[place]), _placement.in_device_memory(new[place])
-      moved = y if vector.dtype == bool else vector + (y - x)
-      return jnp.where(is_trained, moved, vector)
+    def advance(index: int, vector: jax.Array) -> jax.Array:
+      x, y = _placement.in_device_memory(old[index]), _placement.in_device_memory(new[index])
+      advanced = y if vector.dtype == bool else vector + (y - x)
+      return jnp.where(is_trained, advanced, vector)
 
     return tuple(map(advance, self.layout.counts, self.counts))
 
   def _step(
     self,
-    update: Callable[..., Any],
-    owners: Any,
-    places: Any,
-    gradients: Any,
-    state: Any,
-    params: Any = None,
+    update: _compositions.Update,
+    state_groups: _types.Tree,
+    count_positions: _types.Tree,
+    gradients: optax.Updates,
+    state: optax.OptState,
+    params: optax.Params | None = None,
     **extra: Any,
-  ) -> Any:
-    counts = [place for place in jax.tree.leaves(places) if place >= 0]
-    if not counts:
+  ) -> tuple[optax.Updates, optax.OptState]:
+    positions = [position for position in jax.tree.leaves(count_positions) if position >= 0]
+    if not positions:
       return update(gradients, state, params, **extra)
-    parts = _compositions.states_of_parts(update, owners)
-    if parts is not None:
-      counts_of_parts: Any = _compositions.states_of_parts(update, places)
+    groups_by_part = _compositions.states_of_parts(update, state_groups)
+    if groups_by_part is None:
+      update = functools.partial(update, **extra)
+      return self._step_by_class(
+        update, positions, state_groups, count_positions, gradients, state, params
+      )
+    positions_by_part: Any = _compositions.states_of_parts(update, count_positions)
 
-      def replace(i: int, part: Callable[..., Any]) -> Callable[..., Any]:
-        return functools.partial(self._step, part, parts[i], counts_of_parts[i])
+    def replace(i: int, part: _compositions.Update) -> _compositions.Update:
+      return self.update_by_group(part, groups_by_part[i], positions_by_part[i])
 
-      return _compositions.with_parts(update, replace)(gradients, state, params, **extra)
+    return _compositions.with_parts(update, replace)(gradients, state, params, **extra)
 
-    return self._by_class(functools.partial(update, **extra), counts, owners, places)(
-      gradients, state, params
-    )
-
-  def _by_class(
-    self, update: Callable[..., Any], counts: Sequence[int], owners: Any, places: Any
-  ) -> Callable[..., Any]:
-    """An ``update`` that holds counts, called for each class of groups."""
-    keys = [self._key(group, counts) for group in range(len(self.classes))]
-    if len(set(keys[self.first :])) > 1 and isinstance(self.counts[counts[0]], jax.core.Tracer):
+  def _step_by_class(
+    self,
+    update: _compositions.Update,
+    positions: Sequence[int],
+    state_groups: _types.Tree,
+    count_positions: _types.Tree,
+    gradients: optax.Updates,
+    state: optax.OptState,
+    params: optax.Params | None,
+  ) -> tuple[optax.Updates, optax.OptState]:
+    """Calls an ``update`` whose state holds counts once for each class of groups."""
+    keys = [self._call_key(group, positions) for group in range(len(self.classes))]
+    if len(set(keys[self.first_trained :])) > 1 and isinstance(
+      self.counts[positions[0]], jax.core.Tracer
+    ):
       # Traced once for all classes.
       update = jax.jit(update)
+    # The last group is never frozen: the counts in the state are also its counts.
+    results = {keys[-1]: update(gradients, state, params)}
+    for group in range(self.first_trained, len(keys)):
+      if keys[group] not in results:
+        state_of_group = jax.tree.map(
+          lambda x, position, group=group: self.counts[position][group] if position >= 0 else x,
+          state,
+          count_positions,
+        )
+        results[keys[group]] = update(gradients, state_of_group, params)
+    updates, states = zip(*results.values(), strict=True)
+    leaf_groups = _masks.mask_like(self.leaf_groups, gradients)
+    return (
+      _merge(keys, list(results), leaf_groups, updates),
+      _merge(keys, list(results), state_groups, states),
+    )
 
-    def by_class(gradients: Any, state: Any, params: Any) -> Any:
-      # The last group is never frozen: the counts in the state are its own.
-      results = {keys[-1]: update(gradients, state, params)}
-      for group in range(self.first, len(keys)):
-        if keys[group] not in results:
-          own = jax.tree.map(
-            lambda x, place, group=group: self.counts[place][group] if place >= 0 else x,
-            state,
-            places,
-          )
-          results[keys[group]] = update(gradients, own, params)
-      updates, states = zip(*results.values(), strict=True)
-      groups = _masks.mask_like(self.groups, gradients)
-      return _take(keys, list(results), groups, updates), _take(keys, list(results), owners, states)
-
-    return by_class
-
-  def _key(self, group: int, counts: Sequence[int]) -> _Key:
-    """The group's counts if they are known, else its class."""
-    values = [self.counts[place] for place in counts]
+  def _call_key(self, group: int, positions: Sequence[int]) -> _CallKey:
+    """The group's counts if they are concrete, else its class."""
+    values = [self.counts[position] for position in positions]
     if any(isinstance(value, jax.core.Tracer) for value in values):
       return self.classes[group]
     return tuple(np.asarray(value)[group].item() for value in values)
 
 
-def _take(keys: Sequence[_Key], computed: Sequence[_Key], groups: Any, results: Any) -> Any:
-  """A tree whose leaves and layers are the results of their groups.
+def _merge(
+  keys: Sequence[_CallKey],
+  result_keys: Sequence[_CallKey],
+  groups: _types.Tree,
+  results: Sequence[_types.SameTree],
+) -> _types.SameTree:
+  """A tree in which each leaf and layer is taken from the result of its group.
 
-  `keys` are those of the groups, `computed` those of the results. Groups without a result are
-  frozen, and take the last group's.
+  `keys` has the key of each group, `result_keys` the key of each result. A group without a result
+  is frozen, and takes the last group's.
   """
 
-  def take(group: _state_layout.LeafGroup, *values: Any) -> Any:
-    by_key = dict(zip(computed, values, strict=True))
-    last = by_key[keys[-1]]
+  def take(group: _state_layout.LeafGroup, *values: jax.Array) -> jax.Array:
+    value_by_key = dict(zip(result_keys, values, strict=True))
+    last = value_by_key[keys[-1]]
     if not isinstance(group, _state_layout.StackedGroups):
-      return by_key.get(keys[group], last)
+      return value_by_key.get(keys[group], last)
     numbers = group.numbers_for(jnp.shape(last))
-    taken = last
-    for key, value in by_key.items():
-      is_own = np.array([own == key for own in keys])[numbers]
-      if np.any(is_own):
-        taken = value if np.all(is_own) else jnp.where(is_own, value, taken)
-    return taken
+    merged = last
+    for key, value in value_by_key.items():
+      has_key = np.array([group_key == key for group_key in keys])[numbers]
+      if np.any(has_key):
+        merged = value if np.all(has_key) else jnp.where(has_key, value, merged)
+    return merged
 
   if len(results) == 1:
     return results[0]
-  structure: Any = jax.tree.structure(results[0])
   leaves = map(jax.tree.leaves, (groups, *results))
-  return jax.tree.unflatten(structure, list(map(take, *leaves)))
+  return jax.tree.unflatten(jax.tree.structure(results[0]), list(map(take, *leaves)))

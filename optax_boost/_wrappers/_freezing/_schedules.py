@@ -2,7 +2,7 @@
 
   f   the share of steps in which something is frozen
   G   the number of groups; the last is never frozen
-  d   the depths: how many groups a step may freeze, at most `max_depths` of 0, ..., G - 1
+  D   the number of depths; a depth is a number of groups that a step may freeze, 0, ..., G - 1
 
 Sources: MindSpore Boost's ``GradientFreeze``, whose `freeze_p` is 1 - f; Brock et al., "FreezeOut",
 arXiv:1706.04983; Howard & Ruder, "Universal Language Model Fine-tuning", arXiv:1801.06146.
@@ -18,9 +18,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_boost._foundation import _checks, _warnings
+from optax_boost._foundation import _checks, _types, _warnings
 
-# Shares of steps are exact as fractions up to this denominator.
+# Shares of steps are exact as fractions with at most this denominator.
 _LONGEST_PERIOD = 10_000
 # How far a computed share, as 1 - 0.7, may be from the decimal that is meant.
 _ROUNDING = 2.0**-52
@@ -36,15 +36,15 @@ class FreezeSchedule:
 
   Attributes:
     num_groups: the number of groups.
-    frozen_groups: a pure function of the step (scalar int32) and a key, to how many groups are
-      frozen in that step, a scalar integer that is clipped to 0, ..., num_groups - 1.
-    learning_rate_scale: a function of the step to the factors of the groups' updates, an array of
-      `num_groups` numbers; None: ones.
-    depths: all values of `frozen_groups`, if they are known. Groups that no depth tells apart share
-      their step counts, and groups that every depth freezes need none. None: any.
-    lasts: a function of the step to the number of steps, this one included, for which its depth
-      stays. The train step reads the depth from the device only after them; else it waits in each
-      step until the one before has ended. None: one.
+    frozen_groups: a pure function of the step (scalar int32) and a key. It returns how many groups
+      are frozen in that step, a scalar integer that is clipped to 0, ..., num_groups - 1.
+    learning_rate_scale: a function of the step that returns a factor for the updates of each group,
+      an array of `num_groups` numbers; None: no factors.
+    depths: all values that `frozen_groups` may return. Groups that no depth tells apart share their
+      step counts, and groups that every depth freezes need none. None: any value.
+    lasts: a function of the step that returns for how many steps, this one included, the depth
+      stays the same. The train step reads the depth from the device only after these steps. None:
+      one step, so that each step waits until the step before has ended.
   """
 
   num_groups: int
@@ -64,8 +64,8 @@ class FreezeSchedule:
     )
 
 
-def scalar_depth(depth: Any) -> jax.Array:
-  """Raises TypeError unless a schedule returned a scalar integer."""
+def scalar_depth(depth: Any) -> _types.IntScalar:
+  """The depth that a schedule returned; TypeError unless it is a scalar integer."""
   if _checks.is_integer(depth):
     depth = np.int32(min(max(int(depth), 0), _checks.LARGEST_COUNT))
   words = "a scalar integer, how many groups are frozen"
@@ -73,8 +73,8 @@ def scalar_depth(depth: Any) -> jax.Array:
   return jnp.asarray(depth)
 
 
-def steps_with_depth(lasts: Any) -> jax.Array:
-  """Raises TypeError unless a schedule returned for how many steps its depth stays."""
+def steps_with_depth(lasts: Any) -> _types.IntScalar:
+  """The number of steps that ``lasts`` returned; TypeError unless it is a scalar integer."""
   lasts = (
     np.int32(min(max(lasts, 1), _checks.LARGEST_COUNT)) if _checks.is_integer(lasts) else lasts
   )
@@ -83,26 +83,28 @@ def steps_with_depth(lasts: Any) -> jax.Array:
 
 
 def scale_per_group(scale: Any, num_groups: int) -> jax.Array:
-  """Raises TypeError unless a schedule returned a learning rate scale for each group."""
+  """The factors that a schedule returned; TypeError unless there is one for each group."""
   words = f"an array of {num_groups} numbers, one per group"
   _check_returned("learning_rate_scale(step)", scale, (num_groups,), jnp.number, words)
   return jnp.asarray(scale)
 
 
-def _check_returned(call: str, value: Any, shape: tuple[int, ...], kind: Any, words: str) -> None:
-  array = _checks.is_any_array(value) or isinstance(value, np.generic)
-  fits = array and jnp.shape(value) == shape and jnp.isrealobj(value)
+def _check_returned(
+  call: str, value: Any, shape: tuple[int, ...], kind: _types.Dtype, words: str
+) -> None:
+  is_array = _checks.is_any_array(value) or isinstance(value, np.generic)
+  fits = is_array and jnp.shape(value) == shape and jnp.isrealobj(value)
   if not (fits and jnp.issubdtype(jnp.result_type(value), kind)):
-    got = f"{jnp.result_type(value)}{jnp.shape(value)}" if array else _checks.shorten(value)
+    got = f"{jnp.result_type(value)}{jnp.shape(value)}" if is_array else _checks.shorten(value)
     raise TypeError(f"`{call}` of a FreezeSchedule must return {words}; it returned {got}.")
 
 
-def _check_num_groups(num_groups: Any) -> int:
+def _check_num_groups(num_groups: int) -> int:
   _checks.check_whole_number("num_groups", num_groups, maximum=_MOST_GROUPS, static=True)
   return int(num_groups)
 
 
-def _check_depths(depths: Any, num_groups: int) -> tuple[int, ...]:
+def _check_depths(depths: Sequence[int] | np.ndarray, num_groups: int) -> tuple[int, ...]:
   values = tuple(np.asarray(depths).tolist()) if np.ndim(depths) == 1 else ()
   fits = values and all(map(_checks.is_integer, values))
   if not (fits and min(values) >= 0 and max(values) < num_groups):
@@ -113,18 +115,18 @@ def _check_depths(depths: Any, num_groups: int) -> tuple[int, ...]:
   return tuple(sorted(set(values)))
 
 
-def _spread_depths(num_groups: Any, max_depths: Any) -> np.ndarray:
+def _spread_depths(num_groups: int, max_depths: int) -> np.ndarray:
   """The depths of a schedule, ascending from 0 to ``num_groups - 1``."""
   num_groups = _check_num_groups(num_groups)
   _checks.check_whole_number("max_depths", max_depths, minimum=2, static=True)
   last = min(num_groups, int(max_depths)) - 1
   # The integers nearest to an even spread.
-  places = 2 * np.arange(last + 1) * (num_groups - 1) + last
-  return (places // max(2 * last, 1)).astype(np.int32)
+  doubled = 2 * np.arange(last + 1) * (num_groups - 1) + last
+  return (doubled // max(2 * last, 1)).astype(np.int32)
 
 
-def _python_number(name: str, value: Any, **limits: Any) -> float:
-  """Checks a number from which a schedule is computed on the host."""
+def _python_number(name: str, value: float | np.ndarray, **limits: Any) -> float:
+  """A number as a float; TypeError for an array, since schedules are computed on the host."""
   _checks.check_number(name, value, **limits)
   if _checks.is_array(value):
     raise TypeError(
@@ -135,8 +137,8 @@ def _python_number(name: str, value: Any, **limits: Any) -> float:
   return float(str(value)) if isinstance(value, np.ndarray | np.generic) else float(value)
 
 
-def _check_share(num_groups: Any, frozen_fraction: Any) -> tuple[int, float]:
-  """The number of groups and the share of frozen steps, 0 if nothing can be frozen."""
+def _check_share(num_groups: int, frozen_fraction: float) -> tuple[int, float]:
+  """The checked number of groups and share of frozen steps, 0 if nothing can be frozen."""
   num_groups = _check_num_groups(num_groups)
   share = _python_number("frozen_fraction", frozen_fraction, minimum=0.0, below=1.0)
   return num_groups, 0.0 if num_groups == 1 or share <= _ROUNDING else share
@@ -145,10 +147,11 @@ def _check_share(num_groups: Any, frozen_fraction: Any) -> tuple[int, float]:
 def continuous_freezing(
   num_groups: int, frozen_fraction: float, *, max_depths: int = _MOST_DEPTHS
 ) -> FreezeSchedule:
-  r"""In turns: some steps with nothing frozen, then 1, 2, ..., num_groups - 1 groups.
+  r"""Repeats a cycle: steps with nothing frozen, then with 1, 2, ..., num_groups - 1 frozen groups.
 
-  A turn has :math:`\lfloor p (D - 1) / (1 - p) \rfloor` steps with nothing frozen, where p is one
-  minus `frozen_fraction` and D the number of depths: the share is kept to within one step per turn.
+  A cycle has :math:`\lfloor p (D - 1) / (1 - p) \rfloor` steps with nothing frozen, where p is one
+  minus `frozen_fraction` and D the number of depths. So the share of frozen steps is
+  `frozen_fraction` to within one step per cycle.
 
   Args:
     num_groups: the number of groups G.
@@ -156,8 +159,8 @@ def continuous_freezing(
       and trains the first layers less. (MindSpore's `freeze_p` is one minus this.) Above
       (D - 1) / D the first group is never trained, with a warning.
     max_depths: the largest number D of different depths, 0 and G - 1 among them; static. With more
-      groups, some are frozen together. Raising it makes finer steps, each of which is a program
-      that the train step compiles.
+      groups, some are frozen together. Raising it makes finer steps; the train step compiles a
+      program for each depth.
 
   Returns:
     A :class:`FreezeSchedule`, step by step MindSpore's if each group has a depth.
@@ -173,28 +176,28 @@ def continuous_freezing(
   if not share:
     return fixed_freezing(num_groups, 0)
   # MindSpore's number of steps with nothing frozen, in its floats.
-  near = fractions.Fraction(share).limit_denominator(_LONGEST_PERIOD)
-  freeze_p = float(1 - near) if abs(near - share) <= _ROUNDING else 1 - share
-  full = math.floor(freeze_p * (len(depths) - 1) / (1 - freeze_p))
-  if full == 0:
+  nearest = fractions.Fraction(share).limit_denominator(_LONGEST_PERIOD)
+  freeze_p = float(1 - nearest) if abs(nearest - share) <= _ROUNDING else 1 - share
+  unfrozen = math.floor(freeze_p * (len(depths) - 1) / (1 - freeze_p))
+  if unfrozen == 0:
     _warnings.warn(
       f"`continuous_freezing` of {num_groups} groups in {share:.4g} of the steps freezes"
       " something in every step: the first group is never trained. Lower `frozen_fraction` to"
       f" {(len(depths) - 1) / len(depths):.4g} or less, or use `interval_freezing`.",
       UserWarning,
     )
-  # A turn is at most as long as the steps that an int32 counts.
-  full = min(full, _checks.LARGEST_COUNT - len(depths))
-  turn = full + len(depths) - 1
+  # A cycle is at most as long as an int32 counts.
+  unfrozen = min(unfrozen, _checks.LARGEST_COUNT - len(depths))
+  cycle = unfrozen + len(depths) - 1
 
-  def frozen_groups(count: jax.Array, key: jax.Array) -> jax.Array:
-    return jnp.asarray(depths)[jnp.maximum(count % turn - full + 1, 0)]
+  def frozen_groups(count: _types.IntScalar, key: jax.Array) -> _types.IntScalar:
+    return jnp.asarray(depths)[jnp.maximum(count % cycle - unfrozen + 1, 0)]
 
   return FreezeSchedule(
     num_groups,
     frozen_groups,
-    depths=depths if full else depths[1:],
-    lasts=lambda count: jnp.maximum(full - count % turn, 1),
+    depths=depths if unfrozen else depths[1:],
+    lasts=lambda count: jnp.maximum(unfrozen - count % cycle, 1),
   )
 
 
@@ -227,7 +230,7 @@ def interval_freezing(
 
   pattern = _interval_pattern(share)
 
-  def frozen_groups(count: jax.Array, key: jax.Array) -> jax.Array:
+  def frozen_groups(count: _types.IntScalar, key: jax.Array) -> _types.IntScalar:
     uniform = jax.random.uniform(jax.random.fold_in(key, count), dtype=jnp.float32)
     freezes = jnp.where(count > 1, jnp.asarray(pattern)[(count - 2) % len(pattern)], count == 1)
     return jnp.where(freezes, jnp.asarray(depths)[interval_depth(uniform, len(depths))], 0)
@@ -236,7 +239,7 @@ def interval_freezing(
 
 
 def _interval_pattern(share: float) -> np.ndarray:
-  """Whether MindSpore freezes in the steps 2, 3, ... of one period; it does in step 1."""
+  """Whether MindSpore freezes groups in the steps 2, 3, ... of one period, as in step 1."""
   period = fractions.Fraction(share).limit_denominator(_LONGEST_PERIOD).denominator
   freezes: list[bool] = []
   frozen = 0
@@ -248,8 +251,8 @@ def _interval_pattern(share: float) -> np.ndarray:
 
 
 def interval_depth(uniform: jax.typing.ArrayLike, num_groups: int) -> jax.Array:
-  """The groups i that the interval schedule freezes, with a probability proportional to G - i."""
-  # The draw is looked up among G-1, G-2, ..., 1 with weights 1, 2, ..., G-1, as in MindSpore.
+  """The depth i that the interval schedule draws, with a probability proportional to G - i."""
+  # `uniform` is looked up among G-1, G-2, ..., 1 with weights 1, 2, ..., G-1, as in MindSpore.
   weights = np.cumsum(np.arange(1, num_groups))
   bounds = jnp.asarray(weights / weights[-1], jnp.float32)
   below = jnp.sum(bounds <= jnp.expand_dims(jnp.asarray(uniform), -1), axis=-1)
@@ -265,7 +268,7 @@ def progressive_freezing(
   anneal: bool = True,
   max_depths: int = _MOST_DEPTHS,
 ) -> FreezeSchedule:
-  r"""Freezes each group for good at its own time, its learning rate annealed to zero until then.
+  r"""Anneals the learning rate of each group to zero, at a time of its own, then freezes the group.
 
   Group i is frozen from step :math:`t_i` on, and before that its updates are multiplied by
 
@@ -280,11 +283,11 @@ def progressive_freezing(
     num_groups: the number of groups G.
     total_steps: the length T of the run, in steps.
     first: when the first group is frozen, as a share of the run. Lowering it saves more time.
-    power: how the times of the others follow; raising it freezes the groups in the middle earlier
-      (the paper's cubic schedule: 3).
-    anneal: whether updates are multiplied.
-    max_depths: as for :func:`continuous_freezing`. With more groups than depths, neighbours are
-      frozen together, at the time of the first of them.
+    power: how the times of the groups are spread; raising it freezes the groups in the middle
+      earlier (the paper's cubic schedule: 3).
+    anneal: whether updates are multiplied by the factors above.
+    max_depths: as for :func:`continuous_freezing`. With more groups than depths, neighboring groups
+      are frozen together, when the first of them is due.
 
   Returns:
     A :class:`FreezeSchedule`.
@@ -308,22 +311,22 @@ def progressive_freezing(
   start = float(_python_number("first", first, positive=True, below=1.0))
   exponent = float(_python_number("power", power, positive=True))
   _checks.check_bool("anneal", anneal)
-  place = depths / (num_groups - 1) if num_groups > 1 else np.ones(1)
-  ends = np.maximum(np.round(total_steps * (start + (1 - start) * place**exponent)), 1)
+  relative_depths = depths / (num_groups - 1) if num_groups > 1 else np.ones(1)
+  ends = np.maximum(np.round(total_steps * (start + (1 - start) * relative_depths**exponent)), 1)
   # The time of a group is the end of the last depth at which it is not frozen.
   times = ends[np.searchsorted(depths, np.arange(num_groups), side="right") - 1]
   # The last depth stays for ever.
   changes = np.append(ends[:-1], _checks.LARGEST_COUNT).astype(np.int32)
 
-  def period(count: jax.Array) -> jax.Array:
+  def period(count: _types.IntScalar) -> _types.IntScalar:
     return jnp.sum(count >= changes[:-1], dtype=jnp.int32)
 
-  def frozen_groups(count: jax.Array, key: jax.Array) -> jax.Array:
+  def frozen_groups(count: _types.IntScalar, key: jax.Array) -> _types.IntScalar:
     return jnp.asarray(depths)[period(count)]
 
-  def learning_rate_scale(count: jax.Array) -> jax.Array:
-    passed = jnp.minimum(jnp.asarray(count, jnp.float32) / jnp.asarray(times, jnp.float32), 1.0)
-    return 0.5 * (1 + jnp.cos(jnp.pi * passed))
+  def learning_rate_scale(count: _types.IntScalar) -> jax.Array:
+    progress = jnp.minimum(jnp.asarray(count, jnp.float32) / jnp.asarray(times, jnp.float32), 1.0)
+    return 0.5 * (1 + jnp.cos(jnp.pi * progress))
 
   return FreezeSchedule(
     num_groups,
@@ -342,7 +345,8 @@ def fixed_freezing(
   Args:
     num_groups: the number of groups G.
     frozen_groups: how many are frozen, at most G - 1. Raising it saves more time and trains less.
-    steps: for how many steps, as until a new head is trained; then nothing is. None: for all.
+    steps: the number of steps with frozen groups, as until a new head is trained; then nothing is
+      frozen. None: all steps.
 
   Returns:
     A :class:`FreezeSchedule`.
@@ -375,16 +379,16 @@ def fixed_freezing(
 def gradual_unfreezing(
   num_groups: int, every: int, *, max_depths: int = _MOST_DEPTHS
 ) -> FreezeSchedule:
-  r"""Trains the last group first and thaws one more from the top down every n steps.
+  r"""Trains the last group first, and every n steps thaws the group before the trained ones.
 
   In step t the first :math:`\max(G - 1 - \lfloor t / n \rfloor, 0)` groups are frozen.
 
   Args:
     num_groups: the number of groups G.
-    every: the steps n between two groups, an epoch in the paper. Raising it keeps the first layers
-      longer and saves more time.
-    max_depths: as for :func:`continuous_freezing`. With more groups than depths, neighbours thaw
-      together, in the step of the first of them.
+    every: the steps n from one thaw to the next, an epoch in the paper. Raising it keeps the first
+      layers unchanged for longer and saves more time.
+    max_depths: as for :func:`continuous_freezing`. With more groups than depths, neighboring groups
+      are thawed together, when the first of them is due.
 
   Returns:
     A :class:`FreezeSchedule`.
@@ -403,12 +407,12 @@ def gradual_unfreezing(
   # The depth for each number of groups that would be frozen if every group had a depth.
   allowed = depths[np.searchsorted(depths, np.arange(num_groups), side="right") - 1]
 
-  def frozen_groups(count: jax.Array, key: jax.Array) -> jax.Array:
+  def frozen_groups(count: _types.IntScalar, key: jax.Array) -> _types.IntScalar:
     return jnp.asarray(allowed)[jnp.maximum(num_groups - 1 - count // every, 0)]
 
-  def lasts(count: jax.Array) -> jax.Array:
+  def lasts(count: _types.IntScalar) -> _types.IntScalar:
     depth = jnp.asarray(allowed)[jnp.maximum(num_groups - 1 - count // every, 0)]
-    # It stays until one group less than the depth would be frozen.
+    # The depth stays until one group less would be frozen.
     thaw = (num_groups - depth) * every
     return jnp.where(depth == 0, _checks.LARGEST_COUNT, thaw - count)
 

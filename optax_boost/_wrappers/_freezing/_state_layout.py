@@ -3,15 +3,15 @@
 In optax, a step count beside trees of the params' structure counts the steps of these moments:
 ``count`` of ``optax.ScaleByAdamState``, by which Adam corrects the bias of `mu` and `nu`. A count
 that is alone in its state counts the steps of the run, as in ``optax.ScaleByScheduleState``. In
-states of other authors a count beside moments may be both, as a learning rate schedule in one
-function with the moments reads it: the user says which.
+states of other authors a count beside moments may be either, since a learning rate schedule may
+read it: the argument `counts` of :func:`freeze_layers` says which.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 import dataclasses
 import functools
 import itertools
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -19,11 +19,11 @@ import numpy as np
 import optax
 
 from optax_boost._form import _compositions
-from optax_boost._foundation import _masks
+from optax_boost._foundation import _masks, _types
 from optax_boost._trace import _layer_groups
 
-# The names of step counts in the states of optax. Others count something else: `mini_step` the
-# micro-batches of a window, `steps_since_sync` the inner steps of SAM.
+# The names of step counts in the states of optax. Counters of other names count something else:
+# `mini_step` the micro-batches of a window, `steps_since_sync` the inner steps of SAM.
 _STEP_COUNTS = ("count", "count_m2", "is_initial_step", "step", "t")
 _PACKAGE = __name__.partition(".")[0]
 
@@ -44,64 +44,61 @@ class StackedGroups:
 
   @property
   def last_group(self) -> int:
-    """The group of values without the axis of layers: they are frozen when all layers are."""
+    """The group of a value without the axis of layers, which is frozen when all layers are."""
     return max(self.groups)
 
   @functools.lru_cache(maxsize=4096)  # noqa: B019  # small, and equal for all instances of a leaf
   def axis_in(self, shape: tuple[int, ...]) -> int | None:
     """The axis of layers in a value made of the leaf, which may lack some of the leaf's axes.
 
-    None if the value has no such axis, or if its shape does not tell.
+    None if the value has no such axis, or if several of its axes may be the one.
     """
-    found = set()
+    candidates = set()
     for axes in itertools.combinations(range(len(self.shape)), len(shape)):
       if all(n in (1, self.shape[axis]) for n, axis in zip(shape, axes, strict=True)):
-        found.add(axes.index(self.axis) if self.axis in axes else None)
-    place = found.pop() if len(found) == 1 else None
-    return place if place is not None and shape[place] == len(self.groups) else None
-
-  def spread(self, of_layers: Any, shape: tuple[int, ...]) -> Any:
-    """A vector with an entry per layer, in a shape that broadcasts against a value's."""
-    place = self.axis_in(shape)
-    return of_layers.reshape([-1 if axis == place else 1 for axis in range(len(shape))])
+        candidates.add(axes.index(self.axis) if self.axis in axes else None)
+    axis = candidates.pop() if len(candidates) == 1 else None
+    return axis if axis is not None and shape[axis] == len(self.groups) else None
 
   def numbers_for(self, shape: tuple[int, ...]) -> _layer_groups.GroupNumber:
-    """The groups of a value, in a shape that broadcasts against it."""
-    has_axis = self.axis_in(shape) is not None
-    return self.spread(np.array(self.groups), shape) if has_axis else self.last_group
+    """The group of each layer in a shape that broadcasts against a value, or one group for all."""
+    axis = self.axis_in(shape)
+    if axis is None:
+      return self.last_group
+    return np.array(self.groups).reshape([-1 if i == axis else 1 for i in range(len(shape))])
 
 
 # The group of a leaf, or of each of its layers.
 LeafGroup: TypeAlias = int | StackedGroups
 
 
-def leaf_groups(numbers: Any, leaves: Any) -> Any:
-  """The groups of leaves, in their structure; `numbers` are those that broadcast against them."""
+def leaf_groups(numbers: _types.Tree, leaves: _types.Tree) -> _types.Tree:
+  """The :data:`LeafGroup` of each leaf, from group numbers that broadcast against the leaves."""
 
-  def of_leaf(number: _layer_groups.GroupNumber, leaf: Any) -> LeafGroup:
+  def leaf_group(number: _layer_groups.GroupNumber, leaf: jax.Array) -> LeafGroup:
     if not isinstance(number, np.ndarray):
       return number
     axis = int(np.argmax(number.shape))
     return StackedGroups(tuple(number.ravel().tolist()), axis, jnp.shape(leaf))
 
-  return jax.tree.map(of_leaf, numbers, leaves)
+  return jax.tree.map(leaf_group, numbers, leaves)
 
 
 @dataclasses.dataclass(frozen=True)
 class StateLayout:
-  """The owners of the leaves of an inner optimizer's state, in the order of ``jax.tree.leaves``.
+  """Which leaves of an inner optimizer's state belong to params, and which are step counts.
 
   Attributes:
     structure: the structure of the state.
-    groups: the group of each leaf that belongs to a leaf of the params; None for other leaves.
-    counts: the places of the step counts that are kept for each group.
-    shared: the types of states whose counts may be the moments', and are kept as the run's.
-    assumed: the types of other authors' states whose counts are kept for each group.
-    hidden: the transformations whose counts are kept as the run's, since their parts can't be
+    groups: for each leaf of the state, the group of its leaf of the params; None if it has none.
+    counts: the indices, among the leaves, of the step counts that each group has for itself.
+    shared: the types of states whose counts all groups share, though they may belong to moments.
+    assumed: the types of other authors' states whose counts are taken to belong to moments.
+    hidden: the transformations whose counts all groups share, since the parts of these can't be
       called one by one.
   """
 
-  structure: Any
+  structure: _types.TreeDef
   groups: Sequence[LeafGroup | None]
   counts: Sequence[int]
   shared: Sequence[str]
@@ -109,51 +106,51 @@ class StateLayout:
   hidden: Sequence[str]
 
   @property
-  def owners(self) -> Any:
-    """The groups in the structure of the state; -1 for leaves that belong to no leaf."""
+  def state_groups(self) -> _types.Tree:
+    """`groups` in the structure of the state, with -1 for None."""
     return jax.tree.unflatten(self.structure, [-1 if g is None else g for g in self.groups])
 
   @property
-  def places(self) -> Any:
-    """The number of each count among `counts`, in the structure of the state; -1 for others."""
-    numbers = {place: number for number, place in enumerate(self.counts)}
-    leaves = [numbers.get(place, -1) for place in range(len(self.groups))]
+  def count_positions(self) -> _types.Tree:
+    """For each leaf, its position in `counts` or -1, in the structure of the state."""
+    positions = {index: position for position, index in enumerate(self.counts)}
+    leaves = [positions.get(index, -1) for index in range(len(self.groups))]
     return jax.tree.unflatten(self.structure, leaves)
 
 
-def below(tree: Any, wrappers: int) -> Any:
-  """The state, or a tree of its structure, below a number of wrappers of ours."""
-  for _ in range(wrappers):
+def inside_wrappers(tree: _types.OptState, num_wrappers: int) -> _types.OptState:
+  """The state inside the states of nested wrappers; also for a tree of the same structure."""
+  for _ in range(num_wrappers):
     tree = tree.inner_state
   return tree
 
 
 def select(
-  owners: Any,
-  choose: Callable[[_layer_groups.GroupNumber, Any, Any], Any],
-  before: Any,
-  after: Any,
-) -> Any:
-  """Combines two states: ``choose(group, before, after)``; leaves of no group are those after.
+  state_groups: _types.Tree,
+  choose: Callable[[_layer_groups.GroupNumber, jax.Array, jax.Array], jax.Array],
+  before: _types.OptState,
+  after: _types.OptState,
+) -> _types.OptState:
+  """Applies ``choose(group, before, after)`` to the leaves of two states.
 
-  `owners` are the groups of the leaves, in the structure of the states.
+  A leaf without a group in `state_groups` (:attr:`StateLayout.state_groups`) is taken from `after`.
   """
 
-  def select_leaf(group: LeafGroup, old: Any, new: Any) -> Any:
+  def select_leaf(group: LeafGroup, old: jax.Array, new: jax.Array) -> jax.Array:
     if group == -1:
       return new
     number = group.numbers_for(jnp.shape(new)) if isinstance(group, StackedGroups) else group
     return choose(number, old, new)
 
   leaves, structure = jax.tree.flatten(after)
-  kept = map(select_leaf, jax.tree.leaves(owners), jax.tree.leaves(before), leaves)
-  return jax.tree.unflatten(structure, list(kept))
+  groups, old_leaves = jax.tree.leaves(state_groups), jax.tree.leaves(before)
+  return jax.tree.unflatten(structure, map(select_leaf, groups, old_leaves, leaves))
 
 
-class _OfParams:
-  """Replaces, in a state, a tree of the params' structure; holds the groups of its leaves."""
+class _ParamsLikeTree:
+  """Stands in a state for a tree of the params' structure, and holds the groups of its leaves."""
 
-  def __init__(self, tree: Any, groups: Any):
+  def __init__(self, tree: _types.Tree, groups: _types.Tree):
     masked_or_group = jax.tree.map(
       lambda value, group: value if _masks.is_masked(value) else group,
       tree,
@@ -164,29 +161,38 @@ class _OfParams:
 
 
 def find_layout(
-  inner: optax.GradientTransformation, state: Any, groups: Any, owner_of_counts: str | None = None
+  inner: optax.GradientTransformation,
+  state: _types.OptState,
+  groups: _types.Tree,
+  owner_of_counts: str | None,
 ) -> StateLayout:
-  """The layout of a state; `groups` are the groups of the params' leaves by :func:`leaf_groups`.
+  """Finds the layout of an optimizer's state.
 
-  `owner_of_counts` says whose the counts are beside moments: "group", "run"; None: as documented.
+  `groups` are the groups of the params' leaves by :func:`leaf_groups`; `owner_of_counts` is the
+  argument `counts` of :func:`freeze_layers`.
   """
   try:
     marked = optax.tree.map_params(
-      inner, _OfParams, state, groups, transform_non_params=lambda x: x, is_leaf=lambda _: True
+      inner,
+      _ParamsLikeTree,
+      state,
+      groups,
+      transform_non_params=lambda x: x,
+      is_leaf=lambda _: True,
     )
   except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
     raise TypeError(
-      "`freeze_layers` needs an inner optimizer over whose state `optax.tree.map_params` can map;"
-      f" it failed: {error}. Masks and labels that are callables must take any tree: use"
-      " `optax_boost.path_mask`, or pass them as trees. An `init` that computes with the params, as"
-      " in `optax.lbfgs`, can't be used here."
+      "`freeze_layers` needs an inner optimizer over whose state `optax.tree.map_params` can map,"
+      f" unlike that of `optax.lbfgs`; it failed: {error}. Pass masks and labels as trees, or by"
+      " `optax_boost.path_mask`."
     ) from error
   groups_of_state: list[LeafGroup | None] = []
   counts: list[int] = []
-  names: dict[str, dict[str, None]] = {"unclear": {}, "assumed": {}}
+  types_by_kind: dict[str, dict[str, None]] = {"unclear": {}, "assumed": {}}
+  kinds_per_group = ["moments", "assumed"] + (["unclear"] if owner_of_counts == "group" else [])
 
-  def visit(node: Any) -> None:
-    if isinstance(node, _OfParams):
+  def visit(node: _types.Tree) -> None:
+    if isinstance(node, _ParamsLikeTree):
       groups_of_state.extend(node.groups)
       return
     children = _children(node)
@@ -194,11 +200,10 @@ def find_layout(
       groups_of_state.append(None)
       return
     kind = _kind_of_counts(node, children)
-    if kind in names and owner_of_counts is None:
-      names[kind][type(node).__name__] = None
-    kept = ("moments", "assumed", *(("unclear",) if owner_of_counts == "group" else ()))
+    if kind in types_by_kind and owner_of_counts is None:
+      types_by_kind[kind][type(node).__name__] = None
     for _, child in children:
-      if kind in kept and _is_counter(child):
+      if kind in kinds_per_group and _is_counter(child):
         counts.append(len(groups_of_state))
       visit(child)
 
@@ -209,62 +214,73 @@ def find_layout(
     jax.tree.structure(state),
     groups_of_state,
     counts,
-    shared=list(names["unclear"]),
-    assumed=list(names["assumed"]),
+    shared=list(types_by_kind["unclear"]),
+    assumed=list(types_by_kind["assumed"]),
     hidden=[],
   )
   if owner_of_counts is not None:
     return layout
-  hidden = dict(_hidden_counts(inner.update, layout.places))
-  visible = [place for number, place in enumerate(counts) if number not in hidden]
+  hidden = dict(_hidden_counts(inner.update, layout.count_positions))
+  visible = [index for position, index in enumerate(counts) if position not in hidden]
   return dataclasses.replace(layout, counts=visible, hidden=sorted(set(hidden.values())))
 
 
-def _hidden_counts(update: Callable[..., Any], places: Any) -> Iterator[tuple[int, str]]:
-  """The numbers of counts inside what holds parts that can't be called one by one, and its name."""
-  numbers = [number for number in jax.tree.leaves(places) if number >= 0]
-  held = _compositions.parts(update) if numbers else []
-  if not held:
+def _hidden_counts(
+  update: _compositions.Update, count_positions: _types.Tree
+) -> Iterator[tuple[int, str]]:
+  """The counts inside compositions whose parts can't be called one by one.
+
+  Yields the position of each count and the name of the composition.
+  """
+  positions = [position for position in jax.tree.leaves(count_positions) if position >= 0]
+  part_updates = _compositions.parts(update) if positions else []
+  if not part_updates:
     return
-  states = _compositions.states_of_parts(update, places)
-  if states is None:
-    name = _compositions.name_in_optax(update)
-    called = f"optax.{name}" if name else getattr(update, "__qualname__", repr(update))
-    yield from ((number, called) for number in numbers)
+  positions_by_part = _compositions.states_of_parts(update, count_positions)
+  if positions_by_part is None:
+    name_in_optax = _compositions.name_in_optax(update)
+    qualname = getattr(update, "__qualname__", repr(update))
+    name = f"optax.{name_in_optax}" if name_in_optax else qualname
+    yield from ((position, name) for position in positions)
     return
-  for part, state in zip(held, states, strict=True):
-    yield from _hidden_counts(part, state)
+  for part_update, part_positions in zip(part_updates, positions_by_part, strict=True):
+    yield from _hidden_counts(part_update, part_positions)
 
 
-def _children(node: Any) -> list[tuple[str, Any]] | None:
-  """The fields, entries or items of a node and their names; None for a leaf."""
+def _children(node: _types.Tree) -> list[tuple[str, Any]] | None:
+  """The children of a node with their names; None for a leaf."""
   flat = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)[0]
   if len(flat) == 1 and flat[0][0] == ():
     return None
   return [(jax.tree_util.keystr(path, simple=True), child) for path, child in flat]
 
 
-def _kind_of_counts(node: Any, children: list[tuple[str, Any]]) -> str:
-  """Whose the counters in a node are: "moments", "run", "unclear", or "assumed" of moments."""
+def _kind_of_counts(
+  node: _types.Tree, children: list[tuple[str, Any]]
+) -> Literal["moments", "assumed", "run", "unclear"]:
+  """Whether the counters in a node count the steps of moments or of the run.
+
+  "assumed": other authors' counters, taken to be of moments; "unclear": of moments or of the run.
+  """
   counters = [name for name, child in children if _is_counter(child)]
-  # The methods of this package count the steps of the run.
+  # The counters of this package's methods count the steps of the run.
   if not counters or type(node).__module__.partition(".")[0] == _PACKAGE:
     return "run"
-  if not any(isinstance(child, _OfParams) for _, child in children):
+  if not any(isinstance(child, _ParamsLikeTree) for _, child in children):
     containers = [child for _, child in children if type(child) in (dict, list, tuple)]
     items = [item for container in containers for _, item in _children(container) or ()]
-    return "unclear" if any(isinstance(item, _OfParams) for item in items) else "run"
+    return "unclear" if any(isinstance(item, _ParamsLikeTree) for item in items) else "run"
   remaining = [
     child
     for name, child in children
-    if not (isinstance(child, _OfParams) or (_is_counter(child) and name in _STEP_COUNTS))
+    if not (isinstance(child, _ParamsLikeTree) or (_is_counter(child) and name in _STEP_COUNTS))
   ]
-  # A state in this one, also an empty one, belongs to an optimizer that another one wraps.
+  # A state inside this one, also an empty one, belongs to an optimizer that is wrapped.
   is_wrapper = any(x is not None and not jax.tree_util.all_leaves([x]) for x in remaining)
   if is_wrapper and not any(name in _STEP_COUNTS for name in counters):
     return "run"
-  # Scalars may be estimates made of all leaves, as in Prodigy. Arrays that belong to no leaf are
-  # settings, as the coefficients of Muon.
+  # A scalar may be an estimate made from all leaves, as in Prodigy. Arrays that belong to no leaf
+  # are settings, as the coefficients of Muon.
   has_scalars = any(jax.tree_util.all_leaves([x]) and jnp.ndim(x) == 0 for x in remaining)
   if is_wrapper or has_scalars:
     return "unclear"
@@ -273,7 +289,11 @@ def _kind_of_counts(node: Any, children: list[tuple[str, Any]]) -> str:
 
 def _is_counter(value: Any) -> bool:
   """Whether a value is a scalar of a signed integer or a bool."""
-  if isinstance(value, _OfParams) or not jax.tree_util.all_leaves([value]) or jnp.ndim(value) > 0:
+  if (
+    isinstance(value, _ParamsLikeTree)
+    or not jax.tree_util.all_leaves([value])
+    or jnp.ndim(value) > 0
+  ):
     return False
   dtype = jnp.result_type(value)
   return jnp.issubdtype(dtype, jnp.signedinteger) or jnp.issubdtype(dtype, jnp.bool_)

@@ -1,7 +1,7 @@
 """Gradient freezing: on some steps the first layers are not updated.
 
-The leaves fall into groups 0, ..., G-1 along the forward pass. A step with i frozen groups trains
-the groups i, ..., G-1; i is a function of (t, key), how many groups are frozen in step t.
+The leaves fall into groups 0, ..., G-1 along the forward pass. A step of depth i freezes the first
+i groups and trains the groups i, ..., G-1. A schedule computes the depth from the step and a key.
 """
 
 from collections.abc import Callable
@@ -22,6 +22,7 @@ from optax_boost._foundation import (
   _masks,
   _placement,
   _tree_checks,
+  _types,
   _warnings,
 )
 from optax_boost._trace import _layer_groups
@@ -35,23 +36,24 @@ class FreezeLayersState(NamedTuple):
   Attributes:
     count: scalar int32, steps made; it stops at 2^31 - 1, and the schedule with it.
     frozen_groups: scalar int32, how many groups the next step freezes.
-    frozen_for: scalar int32, for how many steps, at least, this number stays.
+    frozen_for: scalar int32, for how many steps at least `frozen_groups` stays the same.
     key: raw key data of the schedule's generator.
     hidden: the paths of leaves that ``optax.masked`` hides from the method, without arrays.
     group_counts: for each step count in `inner_state` that belongs to moments, in the order of
-      ``jax.tree.leaves``, a vector with an entry per group: the steps in which it was trained.
+      ``jax.tree.leaves``, a vector with an entry per group: the steps in which the group was
+      trained.
     inner_state: the inner optimizer's state. The step counts in it count all steps.
     made: scalar bool, whether the last call made a step.
   """
 
-  count: jax.Array  # type: ignore[assignment]  # tuples have a method of this name
-  frozen_groups: jax.Array
-  frozen_for: jax.Array
+  count: _types.IntScalar  # type: ignore[assignment]  # tuples have a method of this name
+  frozen_groups: _types.IntScalar
+  frozen_for: _types.IntScalar
   key: jax.Array
   hidden: dict[str, optax.MaskedNode]
   group_counts: tuple[jax.Array, ...]
   inner_state: optax.OptState
-  made: jax.Array
+  made: _types.BoolScalar
 
 
 def freeze_layers(
@@ -62,52 +64,55 @@ def freeze_layers(
   key: jax.Array | int = 0,
   counts: Literal["group", "run"] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-  """Freezes the first groups of leaves on the steps that a schedule says.
+  """Freezes the first groups of leaves, in each step as many as a schedule says.
 
   A frozen leaf gets no update and no weight decay, and its optimizer state is not updated. Frozen
   gradients are zeroed before `inner`, so norm clipping measures trained leaves only. Each group has
-  a step count of its own, as each param has in PyTorch, for Adam and others that correct the bias
-  of their moments by it: a thawed layer starts like one of a fresh optimizer. Learning rate
-  schedules follow the steps of the run.
+  a step count of its own, as each param has in PyTorch. So if `inner` corrects the bias of its
+  moments by the count, as Adam does, a thawed layer starts like a layer of a fresh optimizer.
+  Learning rate schedules follow the steps of the run.
 
-  :func:`make_train_step` compiles one program per depth, and does not compute the backward pass of
-  frozen groups. It reads the depth from the state when it may have changed. Inside your own
-  ``jit``, ``scan`` or ``vmap`` it can't know the depth and computes the whole backward pass, as
-  does a loop without a train step. Leaves may be complex.
+  :func:`make_train_step` compiles one program per depth (the number of frozen groups), and does not
+  compute the backward pass of frozen groups. It reads the depth from the state when the depth may
+  have changed. Inside your own ``jit``, ``scan`` or ``vmap``, and in a loop without a train step,
+  the whole backward pass is computed. Leaves may be complex.
 
   Leaves that hold many layers (``nn.scan``, ``nnx.scan``) are frozen layer by layer, with their
-  slices of the optimizer's state; a state without the axis of layers, as the norms of
-  ``optax.novograd``, is frozen with the last of them. The train step cuts the scans of the loss,
-  but not those inside a ``cond``, a ``shard_map`` or a function with a derivative of its own, nor
-  the backward pass of frozen layers whose inputs depend on trained params: freeze these, too.
+  slices of the optimizer's state. A state without the axis of layers, as the norms of
+  ``optax.novograd``, is frozen when all layers of the leaf are. The train step splits each scan of
+  the loss into frozen and trained layers, except scans inside a ``cond``, a ``shard_map`` or a
+  function with a custom derivative. It does compute the backward pass of frozen layers whose inputs
+  depend on trained params: freeze these params, too.
 
-  Put it around the whole optimizer: ``freeze_layers(optax.chain(clip, adamw), ...)``. A step that
-  a wrapper inside or around it skips repeats its depth; a window of :func:`accumulate` has one.
+  Put it around the whole optimizer: ``freeze_layers(optax.chain(clip, adamw), ...)``. After a step
+  that a wrapper inside or around it skips, the depth stays the same, as it does for all
+  micro-batches of a window of :func:`accumulate`.
 
   Args:
-    inner: the optimizer. A leaf's entries in its state are recognized with
-      ``optax.tree.map_params``. Scalars advance in every step; a `count` (or `count_m2`, `t`,
-      `step`, `is_initial_step`) beside moments is kept for each group, too. An ``update`` of your
-      own with such a count is called once for each group that was trained in other steps than the
-      last one, so what acts on all leaves, as clipping, belongs beside it into an ``optax.chain``.
-    groups: a :class:`LayerGroups`; or regular expressions, one per group in the order of freezing,
-      that match whole segments of the leaves' paths. A leaf that two match is an error; one that
-      none matches is in the last group.
+    inner: the optimizer. ``optax.tree.map_params`` must find each leaf's entries in its state.
+      Scalars in the state advance in every step; a `count` (or `count_m2`, `t`, `step`,
+      `is_initial_step`) beside moments is also kept for each group. If your own ``update`` has such
+      a count in its state, it is called once for all groups that were trained in the same steps. So
+      put what acts on all leaves, as clipping, beside it into an ``optax.chain``.
+    groups: a :class:`LayerGroups`; or regular expressions, one per group in the order of the
+      forward pass, that match whole segments of the leaves' paths: ``"blocks/1"`` is not found in
+      ``blocks/10``. A leaf that two match is an error; one that none matches is in the last group.
     schedule: a :class:`FreezeSchedule` for this number of groups, as :func:`fixed_freezing` makes.
     key: of the schedule's generator, a key of ``jax.random.key`` or a seed.
-    counts: whose the step counts beside moments in `inner`'s state are. ``"group"``: each group's,
-      for the correction of a bias. ``"run"``: the run's, for a learning rate schedule. None: the
-      group's, with a warning for a state that is not of optax; the run's, with a warning, if the
-      count may belong to estimates made of all leaves, as in ``optax.contrib.prodigy``, or is
-      inside a transformation whose parts can't be told apart.
+    counts: what a step count beside moments in `inner`'s state counts. ``"group"``: the steps in
+      which a group was trained, for the correction of a bias. ``"run"``: all steps, for a learning
+      rate schedule. None: ``"group"``, with a warning if the state is not optax's own; but
+      ``"run"``, with a warning, if the count may belong to estimates made from all leaves, as in
+      ``optax.contrib.prodigy``, or is inside a transformation whose parts can't be called one by
+      one.
 
   Returns:
-    An :class:`optax.GradientTransformationExtraArgs`. Updates have the inner optimizer's dtype.
-    Of the extra arguments, `inner` sees `grad` and `grad_fn` with zeros for frozen leaves.
+    An :class:`optax.GradientTransformationExtraArgs`. Updates have the inner optimizer's dtype. In
+    the extra arguments `grad` and `grad_fn`, too, `inner` sees zeros for frozen leaves.
 
   Raises:
-    ValueError: `schedule` is for another number of groups; in ``init``: the groups are of other
-      params, or no leaf is in the last group.
+    ValueError: `schedule` is for another number of groups; in ``init``: the groups were made for
+      other params, or no leaf is in the last group.
 
   Examples:
     >>> import jax.numpy as jnp, optax, optax_boost
@@ -140,7 +145,7 @@ def freeze_layers(
     _layer_groups.numbering(groups, "freeze_layers"),
     _checks.as_key("key", key),
     counts,
-    tuple(_group_counts.classes_of(schedule.depths, num_groups)),
+    tuple(_group_counts.group_classes(schedule.depths, num_groups)),
   )
   return _transformation.wrapper(
     "freeze_layers",
@@ -148,7 +153,7 @@ def freeze_layers(
     method,
     allows_complex=True,
     changes="always",
-    frozen_groups=_protocol.GroupAssignment(method.number, num_groups),
+    frozen_groups=_protocol.GroupAssignment(method.number_leaves, num_groups),
   )
 
 
@@ -157,27 +162,27 @@ class _FreezeLayers:
   """The checked arguments of :func:`freeze_layers`.
 
   Attributes:
-    number: from a tree to the groups of its leaves.
+    number_leaves: from a tree of the params' structure to the group number of each leaf.
     owner_of_counts: the argument `counts`.
-    classes: the class of each group, of groups that are always trained together.
+    classes: the class of each group (:func:`_group_counts.group_classes`).
   """
 
   inner: optax.GradientTransformationExtraArgs
   schedule: _schedules.FreezeSchedule
-  number: Callable[[Any], Any]
+  number_leaves: Callable[[_types.Tree], _types.Tree]
   key: jax.Array
   owner_of_counts: str | None
   classes: tuple[int, ...]
 
   def init(self, params: optax.Params) -> FreezeLayersState:
     _tree_checks.refuse_pair(params, "freeze_layers")
-    numbers = self.number(params)
-    _check_last_group(numbers, params, self.schedule.num_groups)
+    group_numbers = self.number_leaves(params)
+    _check_last_group(group_numbers, params, self.schedule.num_groups)
     inner_state = self.inner.init(params)
-    layout = self._layout(inner_state, _state_layout.leaf_groups(numbers, params))
+    layout = self._layout(inner_state, _state_layout.leaf_groups(group_numbers, params))
     # With one depth, the groups that are trained always have the same counts.
     if self.schedule.depths is None or len(self.schedule.depths) > 1:
-      _warn_of_counts(layout)
+      _warn_of_uncertain_counts(layout)
     leaves = jax.tree.leaves(inner_state)
     count = jnp.zeros([], jnp.int32)
     # A copy: the state is donated, the key stays with this function.
@@ -188,8 +193,8 @@ class _FreezeLayers:
       key=key_data,
       hidden=_protocol.hidden_leaves(params),
       group_counts=tuple(
-        jnp.full(self.schedule.num_groups, _placement.in_device_memory(leaves[place]))
-        for place in layout.counts
+        jnp.full(self.schedule.num_groups, _placement.in_device_memory(leaves[index]))
+        for index in layout.counts
       ),
       inner_state=inner_state,
       made=jnp.zeros([], bool),
@@ -198,34 +203,37 @@ class _FreezeLayers:
   def before(
     self, call: _driver.Call, state: FreezeLayersState
   ) -> tuple[_driver.Call, FreezeLayersState, _group_counts.GroupCounts]:
-    depth, wrappers = state.frozen_groups, len(_form.wrappers_around(self.inner))
-    frozen = functools.partial(_layer_groups.select_frozen, depth)
+    depth, num_wrappers = state.frozen_groups, len(_form.wrappers_around(self.inner))
+    select_frozen = functools.partial(_layer_groups.select_frozen, depth)
     grads, _ = call.gradients()
-    numbers = self.number(grads)
-    groups = _state_layout.leaf_groups(numbers, grads)
-    layout = self._layout(state.inner_state, groups)
+    group_numbers = self.number_leaves(grads)
+    leaf_groups = _state_layout.leaf_groups(group_numbers, grads)
+    layout = self._layout(state.inner_state, leaf_groups)
     counts = _group_counts.GroupCounts(
-      layout, state.group_counts, self.classes, groups, self._first_trained(depth)
+      layout, state.group_counts, self.classes, leaf_groups, self._first_trained(depth)
     )
 
-    def zero_frozen(tree: Any) -> Any:
-      return jax.tree.map(lambda n, g: frozen(n, jnp.zeros_like(g), g), numbers, tree)
+    def zero_frozen(tree: _types.SameTree) -> _types.SameTree:
+      return jax.tree.map(lambda n, g: select_frozen(n, jnp.zeros_like(g), g), group_numbers, tree)
 
-    def gradients() -> tuple[optax.Updates, dict[str, Any]]:
+    def gradients() -> tuple[optax.Updates, _types.ExtraArgs]:
       return _extra_args.map_gradients(zero_frozen, *call.gradients())
 
     def change(
       tx: optax.GradientTransformationExtraArgs,
     ) -> optax.GradientTransformationExtraArgs:
-      owners, places = (
-        _state_layout.below(tree, wrappers) for tree in (layout.owners, layout.places)
+      state_groups, count_positions = (
+        _state_layout.inside_wrappers(tree, num_wrappers)
+        for tree in (layout.state_groups, layout.count_positions)
       )
-      separated = counts.separated(tx.update, owners, places)
+      update_by_group = counts.update_by_group(tx.update, state_groups, count_positions)
 
-      def update(grads: Any, old: Any, params: Any = None, **extra: Any) -> Any:
-        updates, new = separated(grads, old, params, **extra)
-        updates = zero_frozen(self._scaled(state.count, numbers, updates))
-        return updates, _state_layout.select(owners, frozen, old, new)
+      def update(
+        grads: optax.Updates, old: optax.OptState, params: optax.Params | None = None, **extra: Any
+      ) -> tuple[optax.Updates, optax.OptState]:
+        updates, new = update_by_group(grads, old, params, **extra)
+        updates = zero_frozen(self._scaled(state.count, group_numbers, updates))
+        return updates, _state_layout.select(state_groups, select_frozen, old, new)
 
       return optax.GradientTransformationExtraArgs(tx.init, update)
 
@@ -248,11 +256,11 @@ class _FreezeLayers:
       ),
     )
 
-  def _layout(self, inner_state: Any, groups: Any) -> _state_layout.StateLayout:
+  def _layout(self, inner_state: optax.OptState, groups: _types.Tree) -> _state_layout.StateLayout:
     return _state_layout.find_layout(self.inner, inner_state, groups, self.owner_of_counts)
 
-  def _depth_at(self, count: jax.Array, key_data: jax.Array) -> dict[str, Any]:
-    """How many groups a step freezes, and for how many steps this stays."""
+  def _depth_at(self, count: _types.IntScalar, key_data: jax.Array) -> dict[str, Any]:
+    """The fields of the state that say how many groups step `count` freezes."""
     key = jax.random.wrap_key_data(key_data, impl=jax.random.key_impl(self.key))
     depth = _schedules.scalar_depth(self.schedule.frozen_groups(count, key))
     lasts = 1 if self.schedule.lasts is None else self.schedule.lasts(count)
@@ -261,51 +269,52 @@ class _FreezeLayers:
       "frozen_for": _schedules.steps_with_depth(lasts),
     }
 
-  def _first_trained(self, depth: Any) -> int:
-    """The first group that a step may train."""
+  def _first_trained(self, depth: _types.IntScalar) -> int:
+    """The first group that a step may train, known while tracing."""
     if isinstance(depth, np.integer | np.ndarray):
       return int(depth)
     return min(self.schedule.depths or (0,))
 
-  def _scaled(self, count: jax.Array, numbers: Any, updates: optax.Updates) -> optax.Updates:
-    """Updates multiplied by the schedule's factors of the learning rate."""
+  def _scaled(
+    self, count: _types.IntScalar, group_numbers: _types.Tree, updates: optax.Updates
+  ) -> optax.Updates:
+    """The updates multiplied by the schedule's factors of the learning rate."""
     if self.schedule.learning_rate_scale is None:
       return updates
     scale = _schedules.scale_per_group(
       self.schedule.learning_rate_scale(count), self.schedule.num_groups
     )
     return jax.tree.map(
-      lambda n, u: (_arrays.widen(u) * scale[n]).astype(u.dtype), numbers, updates
+      lambda n, u: (_arrays.widen(u) * scale[n]).astype(u.dtype), group_numbers, updates
     )
 
 
-def _warn_of_counts(layout: _state_layout.StateLayout) -> None:
+def _warn_of_uncertain_counts(layout: _state_layout.StateLayout) -> None:
   shared = [*layout.shared, *layout.hidden]
   if shared:
     _warnings.warn(
-      f"`freeze_layers` keeps one step count for all groups in {', '.join(shared)}: it can't tell"
-      " whether the count belongs to the moments of the leaves or to the run. The first steps of a"
-      " layer that is thawed late may be too long. Warm the learning rate up after each thaw, or"
-      ' say that the counts are of the moments: `freeze_layers(..., counts="group")`.',
+      f"`freeze_layers` keeps one step count for all groups in {', '.join(shared)}, since it can't"
+      " tell whether the count belongs to moments or to the run; if to moments, the first steps of"
+      ' a layer that is thawed late are too long. Pass `counts="group"` if the count belongs to'
+      ' moments, else `counts="run"`.',
       UserWarning,
     )
   if layout.assumed:
     _warnings.warn(
       f"`freeze_layers` keeps a step count for each group in {', '.join(layout.assumed)}, for the"
-      " moments beside it. If a learning rate schedule reads this count, say that it is the run's:"
-      ' `freeze_layers(..., counts="run")`; if none does, `counts="group"`.',
+      " moments beside it. If a learning rate schedule reads this count, pass"
+      ' `counts="run"`; else pass `counts="group"`.',
       UserWarning,
     )
 
 
-def _check_last_group(numbers: Any, params: optax.Params, num_groups: int) -> None:
+def _check_last_group(group_numbers: _types.Tree, params: optax.Params, num_groups: int) -> None:
   """Raises ValueError if no leaf is in the last group, the only one that is never frozen."""
-  last = [int(np.max(number)) for number in jax.tree.leaves(numbers)]
-  # Leaves that a mask hides may train elsewhere.
-  if last and max(last) < num_groups - 1 and not _masks.masked_paths(params):
+  largest = [int(np.max(number)) for number in jax.tree.leaves(group_numbers)]
+  # Leaves that a mask hides may be trained by another transformation.
+  if largest and max(largest) < num_groups - 1 and not _masks.masked_paths(params):
     raise ValueError(
       "`groups` must leave a leaf in the last group, which is never frozen; got none in group"
-      f" {num_groups - 1} of {num_groups}: a step with {max(last) + 1} frozen groups trains"
-      " nothing. Take the leaves that train out of the groups before; a leaf that no pattern"
-      " matches is in the last group."
+      f" {num_groups - 1} of {num_groups}. Take the leaves that should train out of the other"
+      " groups: a leaf that no pattern matches is in the last group."
     )
