@@ -5,14 +5,14 @@ u <- decay^(G - 1 - i) u    for the leaves and layers of group i among 0, ..., G
 
 from collections.abc import Callable
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from optax_boost._form import _compositions, _driver, _protocol, _transformation
-from optax_boost._foundation import _arrays, _checks
+from optax_boost._foundation import _arrays, _checks, _types
 from optax_boost._trace import _layer_groups
 
 _METHOD = "layerwise_decay"
@@ -28,7 +28,7 @@ class LayerwiseDecayState(NamedTuple):
   """
 
   inner_state: optax.OptState
-  made: jax.Array
+  made: _types.BoolScalar
 
 
 def layerwise_decay(
@@ -36,22 +36,20 @@ def layerwise_decay(
   groups: _layer_groups.Groups,
   decay: jax.typing.ArrayLike = 0.75,
 ) -> optax.GradientTransformationExtraArgs:
-  r"""Multiplies the updates of each group by a power of `decay`, of the last group by one.
+  r"""Multiplies the updates of each group by a power of `decay`; those of the last group by one.
 
   .. math::
     u \leftarrow \text{decay}^{G - 1 - i} \, u
 
-  for the updates :math:`u` of `inner` in group i of G: its learning rate is scaled, and the weight
-  decay that it adds. An :func:`average_params` or :func:`master_weights` inside follows the params
-  as they are decayed.
+  for the updates :math:`u` of `inner` in group i of G. So the learning rate is scaled, and with it
+  the weight decay that `inner` adds. An :func:`average_params` or :func:`master_weights` inside
+  gets the params after the scaled updates.
 
   Args:
     inner: the optimizer.
-    groups: a :class:`LayerGroups`, in which the layers of a stacked leaf have factors of their own;
-      or regular expressions, one per group in the order of the forward pass, that match whole
-      segments of the leaves' paths: ``"blocks/1"`` is not found in ``blocks/10``. A leaf that two
-      match is an error; one that none matches is in the last group.
-    decay: the factor from a group to the one before it, above 0 and at most 1. Raising it trains
+    groups: as for :func:`freeze_layers`. In a :class:`LayerGroups` the layers of a stacked leaf may
+      have different factors.
+    decay: the factor from a group to the group before it, above 0 and at most 1. Raising it trains
       the first layers faster.
 
   Returns:
@@ -59,8 +57,9 @@ def layerwise_decay(
     complex.
 
   Raises:
-    ValueError: `inner` holds an average, masters or rounding inside a wrapper of optax, or chooses
-      the new params themselves, as `sgperm` and `laperm` do.
+    ValueError: `inner` holds :func:`average_params`, :func:`master_weights` or
+      :func:`stochastic_rounding` inside a wrapper of optax, or chooses the new params itself, as
+      :func:`sgperm` and :func:`laperm` do.
 
   Examples:
     >>> import jax.numpy as jnp, optax, optax_boost
@@ -76,8 +75,8 @@ def layerwise_decay(
   """
   inner = _checks.check_transformation("inner", inner)
   _checks.check_number("decay", decay, positive=True, maximum=1.0)
-  number = _layer_groups.numbering(groups, _METHOD)
-  method = _LayerwiseDecay(inner, number, _layer_groups.count_groups(groups), decay)
+  number_leaves = _layer_groups.numbering(groups, _METHOD)
+  method = _LayerwiseDecay(inner, number_leaves, _layer_groups.count_groups(groups), decay)
   return _transformation.wrapper(
     _METHOD, LayerwiseDecayState, method, allows_complex=True, changes="always"
   )
@@ -88,17 +87,17 @@ class _LayerwiseDecay:
   """The checked arguments of :func:`layerwise_decay`."""
 
   inner: optax.GradientTransformationExtraArgs
-  number: Callable[[Any], Any]
+  number_leaves: Callable[[_types.Tree], _types.Tree]
   num_groups: int
-  decay: Any
+  decay: jax.typing.ArrayLike
 
   def init(self, params: optax.Params) -> LayerwiseDecayState:
-    self.number(params)
+    self.number_leaves(params)
     inner_state = self.inner.init(params)
     if _protocol.declaring_states(inner_state, "exact"):
       raise ValueError(
-        "`layerwise_decay` can't hold an optimizer that chooses the new params themselves, as"
-        " `sgperm` and `laperm` do: a part of the way to them is no permutation. Leave it out."
+        "`layerwise_decay` can't scale the updates of an optimizer that permutes params, as"
+        " `sgperm` and `laperm` do. Leave `layerwise_decay` out."
       )
     return LayerwiseDecayState(inner_state, jnp.zeros([], bool))
 
@@ -115,7 +114,7 @@ class _LayerwiseDecay:
   after = _driver.pass_on
 
   def _scaled(self, updates: optax.Updates) -> optax.Updates:
-    def scale(i: Any, u: jax.Array) -> jax.Array:
+    def scale(i: _layer_groups.GroupNumber, u: jax.Array) -> jax.Array:
       return (_arrays.widen(u) * self.decay ** (self.num_groups - 1 - i)).astype(u.dtype)
 
-    return jax.tree.map(scale, self.number(updates), updates)
+    return jax.tree.map(scale, self.number_leaves(updates), updates)

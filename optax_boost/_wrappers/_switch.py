@@ -1,4 +1,4 @@
-"""Switches from one transformation to another, whose state follows the gradients from the start."""
+"""Switches from one transformation to another one, which is updated from the start."""
 
 from typing import Any, NamedTuple
 
@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import optax
 
 from optax_boost._form import _protocol, _skipped_steps, _transformation
-from optax_boost._foundation import _arrays, _checks, _conditionals
+from optax_boost._foundation import _arrays, _checks, _conditionals, _types
 
 _METHOD = "switch_after"
-# The wrappers whose states make requests of the loss.
+# The wrappers whose states make requests of the loss, by request.
 _WRAPPERS = {
   _protocol.LOSS_SCALE: "dynamic_loss_scale",
   _protocol.FROZEN_GROUPS: "freeze_layers",
@@ -24,15 +24,15 @@ class SwitchAfterState(NamedTuple):
   Attributes:
     count: scalar int32, calls of ``update``.
     first_state: state of the first transformation; not updated after the switch.
-    second_state: state of the second, which sees every step.
-    made: scalar bool, whether the side that acts made a step in the last call. A side with
-      :func:`accumulate` makes one at the end of a window only.
+    second_state: state of the second transformation, updated in every step.
+    made: scalar bool, whether the transformation that acts made a step in the last call;
+      :func:`accumulate` in it makes a step at the end of a window only.
   """
 
-  count: jax.Array  # type: ignore[assignment]  # tuples have a method of this name
+  count: _types.IntScalar  # type: ignore[assignment]  # tuples have a method of this name
   first_state: optax.OptState
   second_state: optax.OptState
-  made: jax.Array
+  made: _types.BoolScalar
 
 
 def switch_after(
@@ -42,21 +42,22 @@ def switch_after(
 ) -> optax.GradientTransformationExtraArgs:
   """Lets `first` act for a number of steps, then `second`.
 
-  Before the switch `second` sees the same gradients and params and its updates are dropped, so its
-  moments are warm when it takes over. After the switch `first` is not computed any more.
+  Before the switch `second` gets the same gradients and params and its updates are dropped, so that
+  its moments are warm when it takes over. After the switch `first` is no longer computed.
 
   Args:
-    step: for how many steps `first` acts; 0: `second` acts from the start. May be traced.
+    step: the number of steps in which `first` acts; 0: `second` acts from the start. May be traced.
     first: the transformation before the switch.
     second: the transformation after it, computed from the first step on.
 
   Returns:
-    An :class:`optax.GradientTransformationExtraArgs` that hands its extra arguments to both. Its
-    updates have the wider of the two dtypes.
+    An :class:`optax.GradientTransformationExtraArgs` that passes its extra arguments to both. Its
+    updates have the wider dtype of the two transformations' updates.
 
   Raises:
-    ValueError: `step` is below zero; in ``init``: `first` or `second` holds a loss scale,
-      :func:`freeze_layers` or :func:`average_params`, which go around the whole.
+    ValueError: `step` is below zero; in ``init``: `first` or `second` holds
+      :func:`dynamic_loss_scale`, :func:`freeze_layers` or :func:`average_params`, which belong
+      around :func:`switch_after`.
 
   Examples:
     >>> import jax.numpy as jnp, optax, optax_boost
@@ -82,7 +83,7 @@ def switch_after(
 class _SwitchAfter(NamedTuple):
   """The checked arguments of :func:`switch_after`."""
 
-  step: Any
+  step: jax.typing.ArrayLike
   first: optax.GradientTransformationExtraArgs
   second: optax.GradientTransformationExtraArgs
 
@@ -107,29 +108,37 @@ class _SwitchAfter(NamedTuple):
     )
 
   def act(
-    self, updates: optax.Updates, state: SwitchAfterState, params: Any, **extra_args: Any
+    self,
+    updates: optax.Updates,
+    state: SwitchAfterState,
+    params: optax.Params | None,
+    **extra_args: Any,
   ) -> tuple[optax.Updates, SwitchAfterState]:
-    from_second, second_state = self.second.update(
+    second_updates, second_state = self.second.update(
       updates, state.second_state, params, **extra_args
     )
 
-    def widened(u: jax.Array, v: jax.Array) -> jax.Array:
+    def promote(u: jax.Array, v: jax.Array) -> jax.Array:
       return u.astype(jnp.promote_types(u.dtype, v.dtype))
 
-    def of_first(first_state: optax.OptState) -> tuple[optax.Updates, optax.OptState]:
-      out, first_state = self.first.update(updates, first_state, params, **extra_args)
-      return jax.tree.map(widened, out, from_second), first_state
+    def update_first(first_state: optax.OptState) -> tuple[optax.Updates, optax.OptState]:
+      first_updates, first_state = self.first.update(updates, first_state, params, **extra_args)
+      return jax.tree.map(promote, first_updates, second_updates), first_state
 
     first_acts = state.count < self.step
-    from_first, first_state = _conditionals.update_if(first_acts, of_first, state.first_state)
-    from_second = jax.tree.map(widened, from_second, from_first)
-    out = jax.tree.map(lambda u, v: jnp.where(first_acts, u, v), from_first, from_second)
+    first_updates, first_state = _conditionals.update_if(
+      first_acts, update_first, state.first_state
+    )
+    second_updates = jax.tree.map(promote, second_updates, first_updates)
+    acting_updates = jax.tree.map(
+      lambda u, v: jnp.where(first_acts, u, v), first_updates, second_updates
+    )
     made = jnp.where(
       first_acts,
       _skipped_steps.made_step(state.first_state, first_state),
       _skipped_steps.made_step(state.second_state, second_state),
     )
-    return out, SwitchAfterState(
+    return acting_updates, SwitchAfterState(
       count=optax.safe_increment(state.count),
       first_state=first_state,
       second_state=_arrays.cast_like(second_state, state.second_state),
@@ -138,11 +147,10 @@ class _SwitchAfter(NamedTuple):
 
 
 def _refuse_requests(name: str, state: optax.OptState) -> None:
-  """Refuses a side whose state requests something of the loss, since every loss would change."""
+  """Raises ValueError if a state requests something of the loss, before and after the switch."""
   for node in _protocol.declaring_states(state, "requests"):
     for request in _WRAPPERS.keys() & set(_protocol.declared(node, "requests")):
       raise ValueError(
-        f"`switch_after` can't hold a `{request}`, which `{name}` does ({type(node).__name__}): it"
-        " acts on the loss of every step, before and after the switch. Put its wrapper around the"
-        f" whole: `{_WRAPPERS[request]}(switch_after(...))`."
+        f"`switch_after` can't hold a `{request}` in `{name}`: it acts on the loss of every step,"
+        f" before and after the switch. Use `{_WRAPPERS[request]}(switch_after(...))`."
       )

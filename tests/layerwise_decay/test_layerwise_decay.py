@@ -33,14 +33,14 @@ def test_each_group_has_the_rate_of_the_next_one_times_the_decay():
 
 
 def test_the_decay_may_be_traced():
-  found = jax.jit(lambda decay: jnp.stack(rates(make_params(), decay)))(0.5)
-  np.testing.assert_allclose(found, [0.125, 0.25, 0.5, 1.0], rtol=1e-6)
+  factors = jax.jit(lambda decay: jnp.stack(rates(make_params(), decay)))(0.5)
+  np.testing.assert_allclose(factors, [0.125, 0.25, 0.5, 1.0], rtol=1e-6)
 
 
 def test_factors_of_half_precision_updates_are_computed_in_float32():
-  found = rates(make_params(jnp.bfloat16), 0.75)
-  assert {rate.dtype for rate in found} == {jnp.dtype(jnp.bfloat16)}
-  np.testing.assert_array_equal(found[0], jnp.float32(0.75**3).astype(jnp.bfloat16))
+  factors = rates(make_params(jnp.bfloat16), 0.75)
+  assert {factor.dtype for factor in factors} == {jnp.dtype(jnp.bfloat16)}
+  np.testing.assert_array_equal(factors[0], jnp.float32(0.75**3).astype(jnp.bfloat16))
 
 
 def test_the_rates_of_stacked_layers_equal_the_rates_of_unrolled_layers():
@@ -69,10 +69,10 @@ def test_the_rates_of_stacked_layers_equal_the_rates_of_unrolled_layers():
 def test_the_steps_of_every_optimizer_are_multiplied(make):
   params = {"a": jnp.full(2, 0.5), "b": jnp.full(2, 2.0)}
   alone, tx = make(0.1), optax_boost.layerwise_decay(make(0.1), ["a", "b"], 0.25)
-  of_alone, of_decayed = alone.init(params), tx.init(params)
+  alone_state, decayed_state = alone.init(params), tx.init(params)
   for _ in range(3):
-    expected, of_alone = alone.update(params, of_alone, params)
-    updates, of_decayed = tx.update(params, of_decayed, params)
+    expected, alone_state = alone.update(params, alone_state, params)
+    updates, decayed_state = tx.update(params, decayed_state, params)
     assert np.any(expected["a"])
     np.testing.assert_array_equal(updates["a"], 0.25 * expected["a"])
     np.testing.assert_array_equal(updates["b"], expected["b"])
@@ -83,19 +83,19 @@ def test_the_steps_of_every_optimizer_are_multiplied(make):
 )
 def test_an_optimizer_that_permutes_the_params_is_refused(inner):
   params = {"a": jnp.arange(16.0).reshape(4, 4), "b": jnp.arange(16.0).reshape(4, 4)}
-  with pytest.raises(ValueError, match=r"chooses the new params themselves.*Leave it out"):
+  with pytest.raises(ValueError, match=r"of an optimizer that permutes params.*Leave"):
     optax_boost.layerwise_decay(inner, ["a", "b"]).init(params)
 
 
 @pytest.mark.parametrize("half", [False, True])
 def test_transformations_inside_that_follow_the_params_see_decayed_params(half):
-  """In NumPy: float32 masters of params whose rates are 0.125, 0.25, 0.5 and 1."""
+  """Computes in NumPy the float32 masters of params whose rates are 0.125, 0.25, 0.5 and 1."""
   dtype = jnp.bfloat16 if half else jnp.float32
   inner = optax_boost.average_params(optax_boost.master_weights(optax.sgd(2.0**-6)), start=0)
   tx = optax_boost.layerwise_decay(inner, GROUPS, 0.5)
   params = make_params(dtype)
   state = tx.init(params)
-  # Exact in float32; in bfloat16 the first groups' steps are below half of the distance.
+  # In float32 steps are exact; bfloat16 would round the first groups' steps to zero.
   expected = {"embed": 1.0, "head": 1.0}
   rounded, sums = dict(expected), {"embed": 0.0, "head": 0.0}
   for _ in range(6):

@@ -1,4 +1,4 @@
-"""Switching from one transformation to another that was kept warm."""
+"""Switching from one transformation to another whose moments are warm."""
 
 import jax
 import jax.numpy as jnp
@@ -24,14 +24,14 @@ def run(tx, steps, params=PARAMS):
 
 
 def test_only_the_first_transformation_acts_until_the_switch():
-  found, _ = run(optax_boost.switch_after(3, optax.adam(0.1), optax.sgd(0.1, 0.9)), 3)
+  switched, _ = run(optax_boost.switch_after(3, optax.adam(0.1), optax.sgd(0.1, 0.9)), 3)
   expected, _ = run(optax.adam(0.1), 3)
-  jax.tree.map(np.testing.assert_array_equal, found, expected)
+  jax.tree.map(np.testing.assert_array_equal, switched, expected)
 
 
 def test_the_second_transformation_starts_with_moments_of_all_steps():
   first, second = optax.sgd(0.1), optax.adam(0.1)
-  found, state = run(optax_boost.switch_after(2, first, second), 5)
+  switched, state = run(optax_boost.switch_after(2, first, second), 5)
   params, warm = PARAMS, second.init(PARAMS)
   first_state = first.init(PARAMS)
   for t in range(5):
@@ -40,7 +40,7 @@ def test_the_second_transformation_starts_with_moments_of_all_steps():
     if t < 2:
       updates, first_state = first.update(grads, first_state, params)
     params = optax.apply_updates(params, updates)
-  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), found, params)
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), switched, params)
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), state.second_state, warm)
 
 
@@ -90,12 +90,12 @@ def test_the_step_may_be_traced():
 def test_refuses_a_side_that_acts_on_the_loss_of_every_step(wrapper, name, side):
   pair = {"first": optax.sgd(0.1), "second": optax.sgd(0.1)}
   pair[side] = wrapper(pair[side])
-  with pytest.raises(ValueError, match=rf"`{side}` does .*`{name}\(switch_after\(...\)\)`"):
+  with pytest.raises(ValueError, match=rf"in `{side}`: .*`{name}\(switch_after\(...\)\)`"):
     optax_boost.switch_after(2, **pair).init(PARAMS)
 
 
 def test_one_side_may_be_svrg():
-  """They ask for the full gradient on the host; the loss of a step stays as it is."""
+  """SVRG requests the full gradient, which does not change the loss of a step."""
 
   def loss_fn(params, batch):
     return jnp.mean((batch - params) ** 2)

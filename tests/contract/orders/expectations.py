@@ -56,7 +56,7 @@ def refusals(order, dtype="float32"):
       if outer in ("laperm", "lookahead") and inner == "average_params":
         found.append(rf"average_params\((optax\.)?{outer}\(")
       if outer == "layerwise_decay" and inner == "laperm":
-        found.append("no permutation")
+        found.append("permutes params")
       is_hidden = not set(kinds[i + 1 : k]) <= set(ON_DRIVER)
       if outer in ("layerwise_decay", "freeze_layers") and inner in KEEPS and is_hidden:
         found.append(rf"{factory(inner)}\({outer}\(")
