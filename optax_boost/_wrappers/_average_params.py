@@ -1,10 +1,11 @@
 """Averages of the params along the training, with any optimizer.
 
-The snapshots x_1, ..., x_k are the params after the steps that are due. Their average is one of
+The snapshots x_1, ..., x_k are the params after the steps that are due. Snapshot x_k changes the
+average a by one of three formulas:
 
-  start:      a <- a + (x_k - a) / k, the mean of all snapshots
-  decay = d:  a <- a + (x_k - a) (1 - d) / (1 - d^k), weights d^(k-i) divided by their sum
-  decay(k):   a <- a + (x_k - a) (1 - decay(k)), from the initial params on
+  start:      a <- a + (x_k - a) / k, which is the mean of all snapshots
+  decay = d:  a <- a + (x_k - a) (1 - d) / (1 - d^k), whose weights are d^(k-i) divided by their sum
+  decay(k):   a <- a + (x_k - a) (1 - decay(k)), which begins with the initial params
 
 Mutable statistics, as BatchNorm's mean and variance, are averaged by the same formulas.
 """
@@ -12,7 +13,7 @@ Mutable statistics, as BatchNorm's mean and variance, are averaged by the same f
 from collections.abc import Callable
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -39,28 +40,29 @@ from optax_boost._foundation import (
 )
 
 _METHOD = "average_params"
-# The extra argument of `update` with the statistics after the forward pass.
+_Decay: TypeAlias = jax.typing.ArrayLike | Callable[[jax.Array], jax.typing.ArrayLike]
+# The extra argument of `update` that holds the statistics after the forward pass.
 _MODEL_STATE = "model_state"
-# The name in front of the statistics in what Linen's modules have, and in what `split_loss` makes.
+# The first key of the statistics' paths in Linen's variables and in what `split_loss` returns.
 _COLLECTION = "batch_stats/"
 
 
-def _blend(a: jax.Array, x: jax.Array, k: jax.Array, decay: Any) -> jax.Array:
+def _blend(a: jax.Array, x: jax.Array, k: _types.IntScalar, decay: _Decay | None) -> jax.Array:
   """The average after the k-th snapshot x; entries of x that are not finite are ignored."""
   dtype = a.real.dtype
   if callable(decay):
     share = jnp.asarray(1 - decay(k), dtype)
   elif decay is not None:
-    fresh = jnp.asarray(1 - decay, dtype)
-    share = fresh / -jnp.expm1(k.astype(dtype) * jnp.log1p(-fresh))
+    complement = jnp.asarray(1 - decay, dtype)
+    share = complement / -jnp.expm1(k.astype(dtype) * jnp.log1p(-complement))
   else:
     share = 1 / k.astype(dtype)
   # The first snapshot has the share 1, up to rounding.
-  is_whole = share == 1 if callable(decay) else k == 1
-  mixed = jnp.where(is_whole, x, a + share * (x - a))
-  # Finite snapshots that are far apart can carry the average beyond the range.
-  good = _finiteness.finite_entries(x) & _finiteness.finite_entries(mixed)
-  return jnp.where(good, mixed, a)
+  replaces_all = share == 1 if callable(decay) else k == 1
+  new = jnp.where(replaces_all, x, a + share * (x - a))
+  # The difference of finite snapshots that are far apart may overflow.
+  is_good = _finiteness.finite_entries(x) & _finiteness.finite_entries(new)
+  return jnp.where(is_good, new, a)
 
 
 @_protocol.declares(
@@ -82,61 +84,61 @@ class AverageParamsState(NamedTuple):
 
   average: optax.Params
   statistics: dict[str, jax.Array]
-  count: jax.Array  # type: ignore[assignment]  # tuples have a method of this name
-  snapshot_count: jax.Array
+  count: _types.IntScalar  # type: ignore[assignment]  # tuples have a method of this name
+  snapshot_count: _types.IntScalar
   inner_state: optax.OptState
-  made: jax.Array
+  made: _types.BoolScalar
 
 
 def average_params(
   inner: optax.GradientTransformation,
   *,
   start: jax.typing.ArrayLike | None = None,
-  decay: jax.typing.ArrayLike | Callable[[jax.Array], jax.typing.ArrayLike] | None = None,
+  decay: _Decay | None = None,
   every: jax.typing.ArrayLike = 1,
-  model_state: Any = None,
+  model_state: _types.ModelState = None,
 ) -> optax.GradientTransformationExtraArgs:
   r"""Keeps an average of the params along the training; the updates are `inner`'s.
 
-  A snapshot is taken of the params after every `every`-th step. The average is one of two:
+  A snapshot of the params is taken after every `every`-th step. The average of the snapshots
+  :math:`x_1, \ldots, x_k` is one of two:
 
   .. math::
     \frac{1}{k} \sum_{i=1}^k x_i, \qquad
     \frac{\sum_{i=1}^k d^{k-i} x_i}{\sum_{i=1}^k d^{k-i}}
 
-  of snapshots :math:`x_1, \ldots, x_k`: of all after step `start` (SWA), or with weights that fall
-  by `decay` d from each snapshot to the one before (EMA). Name exactly one of the two.
-  Evaluate the model at :func:`averaged_params`. A model with BatchNorm needs statistics there:
-  averages, with `model_state`, or new ones by ``optax_boost.nnx.estimate_batch_stats``,
-  ``optax_boost.linen.estimate_batch_stats``.
+  The first is the mean of all snapshots after step `start` (SWA). In the second, the weight of each
+  snapshot is `decay` d times the weight of the next (EMA). Pass exactly one of `start` and `decay`.
+  Evaluate the model at :func:`averaged_params`. A model with BatchNorm needs statistics that fit
+  these params: averages, by `model_state`, or new ones, by
+  ``optax_boost.nnx.estimate_batch_stats`` or ``optax_boost.linen.estimate_batch_stats``.
 
   Args:
-    inner: the optimizer. The params after a step are the given ones plus its updates, so put the
-      wrapper around everything that changes updates: ``average_params(optax.chain(...), ...)``. A
-      step that a wrapper inside or around it skips is not counted. Around ``optax.lookahead`` the
-      average is a pair, too.
-    start: the mean of all snapshots after this many steps. Lowering it takes in older, worse
-      params.
-    decay: exponential weights, above 0 and below 1, corrected for the start: after the first
-      snapshot the average is that snapshot. Raising it smooths more and lags more; about
-      1 / (1 - decay) snapshots count. Or a function of the number of the snapshot, 1 for the first,
-      to the weight of the average before it, which begins as the initial params: timm's warm-up is
-      ``lambda k: jnp.minimum(0.9999, (1 + k) / (10 + k))``, diffusers' ``lambda k:
-      jnp.minimum(0.9999, 1 - (1 + k) ** (-2 / 3))``.
+    inner: the optimizer. A snapshot is `params` plus the updates of `inner`, so put the wrapper
+      around everything that changes updates: ``average_params(optax.chain(...), ...)``. A step that
+      a wrapper inside or around it skips is not counted. Around ``optax.lookahead`` the average is
+      a pair, as the params are.
+    start: the number of steps before the first snapshot of the mean. Lowering it takes in older,
+      worse params.
+    decay: the factor d, above 0 and below 1. After the first snapshot the average is that snapshot.
+      Raising it smooths more and lags more; about 1 / (1 - decay) snapshots count. Or a function
+      from the snapshot's number (1 for the first) to the share of the old average in the new one;
+      the average begins as the initial params. timm's warm-up is ``lambda k: jnp.minimum(0.9999,
+      (1 + k) / (10 + k))``, diffusers' ``lambda k: jnp.minimum(0.9999, 1 - (1 + k) ** (-2 / 3))``.
     every: the steps from one snapshot to the next. Raising it costs less time, and spaces the
       snapshots over a longer part of the training.
     model_state: the initial mutable statistics, to average them beside the params, as a mean
       teacher does: what ``split_loss`` returned, ``nnx.state(model, nnx.BatchStat)``, or any tree
-      of arrays, of which the floating-point leaves are averaged. ``update`` then needs the
-      statistics after the forward pass as its extra argument `model_state`: a tree in which each of
-      these leaves has the same path (a leading ``batch_stats`` does not count). The train steps
-      pass it. :func:`averaged_model_state` reads the averages. None: statistics are not averaged.
+      of arrays, whose floating-point leaves are averaged. ``update`` then needs the statistics
+      after the forward pass as its extra argument `model_state`, a tree with the same paths (a
+      leading ``batch_stats`` does not count). The train steps pass it. Read the averages with
+      :func:`averaged_model_state`. None: statistics are not averaged.
 
   Returns:
     An :class:`optax.GradientTransformationExtraArgs` that needs `params`. Averages are kept in
     float32 (float64 for float64 params), sharded as the params are. Steps without a snapshot do not
-    touch them. An entry that is not finite is not taken: the average keeps its old value. Nor are
-    the statistics of a micro-batch that :func:`accumulate` drops.
+    touch them. Where an entry of a snapshot is not finite, the average keeps its old value.
+    Statistics of a micro-batch that :func:`accumulate` drops are ignored.
 
   Examples:
     >>> import jax.numpy as jnp, optax, optax_boost
@@ -166,8 +168,8 @@ def average_params(
       f" `decay` (exponential weights); got {'none' if start is None else 'start and decay'}."
     )
   _tree_checks.check_traceable("model_state", model_state)
-  # Copies: a train step may donate the arrays of the model that they are of.
-  statistics = jax.tree.map(_widened_copy, _statistics(model_state))
+  # Copies: a train step may donate the model's arrays.
+  statistics = jax.tree.map(_float32_copy, _statistics(model_state))
   if model_state is not None and not statistics:
     _warnings.warn(
       "`average_params` averages no statistics: `model_state` has no floating-point leaf.",
@@ -186,7 +188,7 @@ def average_params(
   )
 
 
-def _widened_copy(x: Any) -> Any:
+def _float32_copy(x: jax.typing.ArrayLike | jax.ShapeDtypeStruct) -> Any:
   """A copy in at least float32; an abstract leaf stays abstract."""
   dtype = _arrays.accumulator_dtype(jnp.result_type(x))
   if isinstance(x, jax.ShapeDtypeStruct):
@@ -194,27 +196,30 @@ def _widened_copy(x: Any) -> Any:
   return jnp.array(x, dtype)
 
 
-def _statistics(model_state: _types.Tree) -> dict[str, Any]:
+def _statistics(model_state: _types.ModelState) -> dict[str, jax.Array]:
   """The floating-point leaves of a model state by their paths, without the collection's name."""
   paths = _statistic_paths(model_state)
   pairs = zip(paths, jax.tree.leaves(model_state), strict=True)
   return {path: x for path, x in pairs if jnp.issubdtype(jnp.result_type(x), jnp.inexact)}
 
 
-def _statistic_paths(model_state: _types.Tree) -> list[str]:
+def _statistic_paths(model_state: _types.ModelState) -> list[str]:
   return [path.removeprefix(_COLLECTION) for path in _paths.leaf_paths(model_state)]
 
 
-def _check_statistics(averages: dict[str, Any], model_state: _types.Tree, function: str) -> None:
+def _check_statistics(
+  averages: dict[str, jax.Array], model_state: _types.ModelState, function: str
+) -> None:
   """Raises ValueError unless a model state has all statistics that are averaged."""
-  found = _statistics(model_state)
+  statistics = _statistics(model_state)
   for path, average in averages.items():
-    shape, got = jnp.shape(average), jnp.shape(found[path]) if path in found else "none"
+    shape = jnp.shape(average)
+    got = jnp.shape(statistics[path]) if path in statistics else "none"
     if got != shape:
       raise ValueError(
         f"`{function}` needs a `model_state` with all statistics that are averaged; the leaf"
         f" '{path}' must have the shape {shape}, got {got} among the leaves"
-        f" {_checks.shorten(sorted(found), 200)}. Make the optimizer with"
+        f" {_checks.shorten(sorted(statistics), 200)}. Make the optimizer with"
         " `average_params(..., model_state=model_state)` of this model's statistics."
       )
 
@@ -224,17 +229,16 @@ class _AverageParams:
   """The checked arguments of :func:`average_params`."""
 
   inner: optax.GradientTransformationExtraArgs
-  start: Any
-  decay: Any
-  every: Any
-  # The initial statistics in the dtypes of their averages.
-  statistics: dict[str, Any]
+  start: jax.typing.ArrayLike | None
+  decay: _Decay | None
+  every: jax.typing.ArrayLike
+  statistics: dict[str, jax.Array]  # the initial ones, in the dtypes of their averages
 
   def init(self, params: optax.Params) -> AverageParamsState:
-    def copy(p: Any) -> jax.Array:
-      wide = _widened_copy(p)
+    def copy(p: jax.Array) -> jax.Array:
+      average = _float32_copy(p)
       # An abstract leaf has no values to copy; zeros are kept until the first snapshot only.
-      return jnp.zeros_like(wide) if isinstance(wide, jax.ShapeDtypeStruct) else wide
+      return jnp.zeros_like(average) if isinstance(average, jax.ShapeDtypeStruct) else average
 
     return AverageParamsState(
       average=jax.tree.map(copy, params),
@@ -247,8 +251,8 @@ class _AverageParams:
 
   def before(
     self, call: _driver.Call, state: AverageParamsState
-  ) -> tuple[_driver.Call, AverageParamsState, dict[str, Any]]:
-    """The call of the inner optimizer, the state, and the statistics after the forward pass."""
+  ) -> tuple[_driver.Call, AverageParamsState, dict[str, jax.Array]]:
+    """The context for :meth:`after` is the statistics after the forward pass, by their paths."""
     if not self.statistics:
       return call, state, {}
     model_state = call.gradients()[1].get(_MODEL_STATE)
@@ -259,9 +263,9 @@ class _AverageParams:
         " let `optax_boost.make_train_step` do it."
       )
     _check_statistics(self.statistics, model_state, _METHOD)
-    found = _statistics(model_state)
-    statistics = {path: jnp.asarray(found[path]) for path in self.statistics}
-    # optax's line searches refuse arguments that their closures do not take.
+    new_statistics = _statistics(model_state)
+    statistics = {path: jnp.asarray(new_statistics[path]) for path in self.statistics}
+    # optax's line searches refuse unknown arguments.
     if not _compositions.names_extra_argument(self.inner, _MODEL_STATE):
       call = call._replace(gradients=functools.partial(_without_model_state, call))
     return call, state, statistics
@@ -271,41 +275,44 @@ class _AverageParams:
     call: _driver.Call,
     outcome: _driver.Outcome,
     state: AverageParamsState,
-    statistics: dict[str, Any],
+    statistics: dict[str, jax.Array],
   ) -> tuple[Any, AverageParamsState]:
     count = _arrays.increment_if(outcome.made, state.count)
-    due = self._is_due(count, outcome.made)
-    number = _arrays.increment_if(due, state.snapshot_count)
+    is_due = self._is_due(count, outcome.made)
+    snapshot_count = _arrays.increment_if(is_due, state.snapshot_count)
 
     averages = state.average, state.statistics
     # The loop needs an array to carry.
     if jax.tree.leaves(averages):
-      # The step may be made by the other micro-batches of a window.
+      # A window may end with a micro-batch that was left out, and whose statistics are ignored.
       left_out = _skipped_steps.left_out(state.inner_state, outcome.state) if statistics else None
       statistics = _conditionals.nan_if(left_out, statistics)
-      stepped, *operands = self._stepped(call, outcome.result)
+      new_params, *operands = self._new_params(call, outcome.result)
       averages = self._snapshot_if(
-        due,
-        number,
+        is_due,
+        snapshot_count,
         averages,
-        lambda statistics, *operands: (stepped(*operands), statistics),
+        lambda statistics, *operands: (new_params(*operands), statistics),
         statistics,
         *operands,
       )
-    average, of_statistics = averages
+    average, averaged_statistics = averages
     return outcome.result, state._replace(
-      average=average, statistics=of_statistics, count=count, snapshot_count=number
+      average=average,
+      statistics=averaged_statistics,
+      count=count,
+      snapshot_count=snapshot_count,
     )
 
-  def _is_due(self, count: jax.Array, made: jax.Array) -> jax.Array:
-    """Whether a snapshot is taken after step `count`, if it was made."""
+  def _is_due(self, count: _types.IntScalar, made: _types.Condition) -> _types.BoolScalar:
+    """Whether a snapshot is taken after a call that ended with `count` steps made."""
     start = 0 if self.start is None else self.start
     if _checks.is_integer(self.every) and self.every == 1 and _checks.concrete_number(start) == 0:
       return jnp.asarray(made)
     after = count - start
     return made & (after > 0) & (after % self.every == 0)
 
-  def _stepped(self, call: _driver.Call, result: Any) -> tuple[Any, ...]:
+  def _new_params(self, call: _driver.Call, result: Any) -> tuple[Any, ...]:
     """A function that computes the params after the step, and its arguments."""
     if call.plan.applies_updates:
       return (lambda params: params), call.plan.access.read_new(result)
@@ -313,38 +320,38 @@ class _AverageParams:
 
   def _snapshot_if(
     self,
-    due: jax.Array,
-    number: jax.Array,
-    averages: Any,
-    snapshot: Callable[..., Any],
+    is_due: _types.BoolScalar,
+    snapshot_count: _types.IntScalar,
+    averages: _types.SameTree,
+    snapshot: Callable[..., _types.Tree],
     *operands: Any,
-  ) -> Any:
-    """The averages with ``snapshot(*operands)`` if it is due, in place."""
+  ) -> _types.SameTree:
+    """Blends ``snapshot(*operands)`` into the averages if it is due, in place."""
 
-    def take(averages: Any, number: jax.Array, decay: Any, *operands: Any) -> Any:
-      # A Python number is not made an array here, so that it is rounded only once.
-      decay = self.decay if decay is None else decay
+    def take(
+      averages: _types.SameTree, k: _types.IntScalar, traced_decay: Any, *operands: Any
+    ) -> _types.SameTree:
+      # A Python number is no operand: an array would be rounded before `1 - decay` is.
+      decay = self.decay if traced_decay is None else traced_decay
 
       def blend(a: jax.Array, p: jax.Array) -> jax.Array:
-        # Before the first snapshot, 1 / number has no derivative.
-        return _blend(a, _rounded(p).astype(a.dtype), jnp.maximum(number, 1), decay)
+        # Before the first snapshot, 1 / k has no derivative.
+        return _blend(a, _rounded(p).astype(a.dtype), jnp.maximum(k, 1), decay)
 
       return _trees.map_leaves(blend, averages, snapshot(*operands))
 
     traced_decay = self.decay if _checks.is_array(self.decay) else None
-    return _conditionals.replace_if(due, take, averages, number, traced_decay, *operands)
+    return _conditionals.replace_if(is_due, take, averages, snapshot_count, traced_decay, *operands)
 
 
-def _without_model_state(call: _driver.Call) -> tuple[optax.Updates, dict[str, Any]]:
+def _without_model_state(call: _driver.Call) -> tuple[optax.Updates, _types.ExtraArgs]:
   updates, extra_args = call.gradients()
   return updates, {name: x for name, x in extra_args.items() if name != _MODEL_STATE}
 
 
 def _rounded(p: jax.Array) -> jax.Array:
-  """A param in half precision as it is stored.
-
-  Without the barrier the rounding between the step and the average may be left out (XLA 18).
-  """
+  """A param in half precision, rounded as it is when stored."""
+  # XLA 18: without the barrier the rounding between the step and the average may be left out.
   return jax.lax.optimization_barrier(p) if jnp.dtype(p.dtype).itemsize < 4 else p
 
 
@@ -354,22 +361,23 @@ def averaged_params(
   *,
   dtype: jax.typing.DTypeLike | None = None,
 ) -> optax.Params:
-  """The averages that :func:`average_params` keeps, as params to evaluate the model with.
+  """Reads the averages that :func:`average_params` keeps, as params to evaluate the model with.
 
   Args:
     opt_state: the state of any optimizer with :func:`average_params` in it: inside a chain, around
       or inside other wrappers, or for a part of the leaves.
-    params: the current params: they give dtypes, the values of leaves that are not averaged
-      (``optax.masked``, ``optax.partition``), and all values before the first snapshot.
-    dtype: of floating-point leaves, as jnp.float32 for params in half precision, whose averages are
-      kept in float32. None: the params' own.
+    params: the current params. The result has their dtypes, their values in leaves that are not
+      averaged (``optax.masked``, ``optax.partition``), and all their values before the first
+      snapshot.
+    dtype: the dtype of floating-point leaves, as jnp.float32 for params in half precision, whose
+      averages are kept in float32. None: the dtype of each param.
 
   Returns:
-    A tree like `params`, of its dtypes unless `dtype` is given. May be called under ``jit``.
+    A tree of the structure of `params`. May be called under ``jit``.
 
   Raises:
-    ValueError: `opt_state` holds no :func:`average_params`, several of the same leaf, one of other
-      params, or a population's, which needs ``jax.vmap``.
+    ValueError: `opt_state` holds no average, several averages of the same leaf, averages of other
+      params, or the averages of a population, for which the call needs ``jax.vmap``.
 
   Examples:
     >>> import jax.numpy as jnp, optax, optax_boost
@@ -383,7 +391,6 @@ def averaged_params(
     2.6667
   """
   _checks.check_floating_dtype("dtype", dtype, optional=True)
-  # Those inside others, too.
   states = [node for node in _trees.nodes(opt_state) if isinstance(node, AverageParamsState)]
   if not states:
     raise ValueError(
@@ -391,11 +398,11 @@ def averaged_params(
       f" got {_checks.shorten(jax.tree.structure(opt_state), 200)}."
     )
   if dtype is not None:
-    # Leaves that are not averaged are widened, too.
+    # Leaves that are not averaged are cast, too.
     floating = lambda p: jnp.issubdtype(jnp.result_type(p), jnp.floating)  # noqa: E731
     params = jax.tree.map(lambda p: jnp.asarray(p, dtype) if floating(p) else p, params)
   leaves, structure = jax.tree.flatten(params)
-  averaged: list[Any] = [None] * len(leaves)
+  averaged: list[jax.Array | None] = [None] * len(leaves)
   for state in states:
     for i, average in enumerate(_averages(state, params)):
       if average is not None and averaged[i] is not None:
@@ -410,21 +417,23 @@ def averaged_params(
   )
 
 
-def averaged_model_state(opt_state: optax.OptState, model_state: Any) -> Any:
-  """The averages of statistics that :func:`average_params` keeps, beside those of the params.
+def averaged_model_state(
+  opt_state: optax.OptState, model_state: _types.ModelState
+) -> _types.ModelState:
+  """Reads the averages of statistics that :func:`average_params` keeps beside those of the params.
 
   Args:
     opt_state: the state of any optimizer with an ``average_params(..., model_state=model_state)``
       in it.
-    model_state: the current statistics: they give dtypes, the values of leaves that are not
-      averaged, and all values before the first snapshot.
+    model_state: the current statistics. The result has their dtypes, their values in leaves that
+      are not averaged, and all their values before the first snapshot.
 
   Returns:
-    A tree like `model_state`, of its dtypes. May be called under ``jit``.
+    A tree of the structure of `model_state`. May be called under ``jit``.
 
   Raises:
-    ValueError: `opt_state` holds no averages of statistics, several of them, those of another
-      model, or a population's, which needs ``jax.vmap``.
+    ValueError: `opt_state` does not hold averages of statistics exactly once, or holds averages of
+      another model's statistics, or of a population, for which the call needs ``jax.vmap``.
 
   Examples:
     >>> import jax.numpy as jnp, optax, optax_boost
@@ -451,7 +460,7 @@ def averaged_model_state(opt_state: optax.OptState, model_state: Any) -> Any:
   averages = dict(zip(sorted(state.statistics), jax.tree.leaves(state.statistics), strict=True))
   _check_statistics(averages, model_state, function)
 
-  def read(x: Any, path: str) -> Any:
+  def read(x: jax.Array, path: str) -> jax.Array:
     if path not in averages:
       return x
     return jnp.where(taken > 0, averages[path].astype(jnp.result_type(x)), x)
@@ -465,7 +474,7 @@ def averaging_statistics(opt_state: optax.OptState) -> list[AverageParamsState]:
   return [state for state in states if state.statistics]
 
 
-def _snapshots_taken(state: AverageParamsState, function: str, arguments: str) -> jax.Array:
+def _snapshots_taken(state: AverageParamsState, function: str, arguments: str) -> _types.IntScalar:
   """The number of snapshots; ValueError for the state of a population."""
   advice = f"Map over its members: `jax.vmap(optax_boost.{function})({arguments})`."
   _tree_checks.require_one_run(state.snapshot_count, function, advice)
@@ -483,7 +492,7 @@ def _averages(state: AverageParamsState, params: optax.Params) -> list[jax.Array
   fits = [_masks.is_masked(a) or jnp.shape(a) == jnp.shape(p) for a, p in pairs]
   if averages is None or not all(fits):
     raise ValueError(
-      "`averaged_params` needs the params that the state is of; got the shapes"
+      "`averaged_params` needs the params with which the state was made; got the shapes"
       f" {_checks.shorten(jax.tree.map(jnp.shape, params), 200)} for averages of the shapes"
       f" {_checks.shorten(jax.tree.map(jnp.shape, state.average), 200)}."
     )

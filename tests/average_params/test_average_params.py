@@ -27,7 +27,7 @@ def grads_at(params):
 
 
 def trajectory(tx, params, steps, step=optax_boost.apply_gradients):
-  """The state after training, and the params after each step."""
+  """Returns the last state and the params after each step."""
   state, after = tx.init(params), []
   jitted = jax.jit(functools.partial(step, tx))
   for _ in range(steps):
@@ -47,9 +47,9 @@ def test_the_average_equals_numpys_average_of_the_params_after_the_steps(mode, s
   kwargs, weights = MODES[mode]
   tx = optax_boost.average_params(optax.sgd(0.2, momentum=0.5), **kwargs)
   state, after = trajectory(tx, {"w": jnp.ones((2, 3))}, 13, step)
-  kept = np.stack([np.asarray(p["w"], np.float64) for p in after[1::2]])
-  weights = weights(len(kept))
-  expected = np.tensordot(weights, kept, 1) / weights.sum()
+  snapshots = np.stack([np.asarray(p["w"], np.float64) for p in after[1::2]])
+  weights = weights(len(snapshots))
+  expected = np.tensordot(weights, snapshots, 1) / weights.sum()
   averaged = optax_boost.averaged_params(state, after[-1])
   np.testing.assert_allclose(averaged["w"], expected, rtol=1e-6)
   assert state.count == 13
@@ -183,11 +183,11 @@ def test_around_lookahead_the_pair_is_averaged():
 
 def test_averages_of_two_parts_are_put_together():
   params = {"a": jnp.ones(2), "b": jnp.ones(2)}
-  parts = {
+  optimizers = {
     "fast": optax_boost.average_params(optax.sgd(0.5), decay=0.9),
     "slow": optax_boost.average_params(optax.sgd(0.1), start=0),
   }
-  tx = optax.partition(parts, {"a": "fast", "b": "slow"})
+  tx = optax.partition(optimizers, {"a": "fast", "b": "slow"})
   _, state = tx.update(params, tx.init(params), params)
   averaged = optax_boost.averaged_params(state, params)
   np.testing.assert_allclose([averaged["a"][0], averaged["b"][0]], [0.5, 0.9])
@@ -195,15 +195,15 @@ def test_averages_of_two_parts_are_put_together():
 
 @pytest.mark.parametrize("mode", MODES)
 def test_steps_without_a_snapshot_touch_no_average(mode):
-  """The average is read and written inside a loop of one turn or none, and nowhere else."""
+  """Only the loop of at most one turn reads and writes the average."""
   tx = optax_boost.average_params(optax.sgd(0.1), **MODES[mode][0])
   params = jnp.ones(1000)
   jaxpr = jax.make_jaxpr(tx.update)(params, tx.init(params), params)
-  # What has a derivative of its own is a call.
+  # A function with a custom derivative is a call.
   calls = [e.params.get("call_jaxpr") for e in jaxpr.eqns]
   equations = [i for e, c in zip(jaxpr.eqns, calls, strict=True) for i in (c.eqns if c else [e])]
   work = [e.primitive.name for e in equations if any(v.aval.size >= 1000 for v in e.outvars)]
-  assert work == ["mul", "while"]  # SGD's, and ours
+  assert work == ["mul", "while"]  # of SGD and of the average
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -255,7 +255,7 @@ def batches_of(sizes):
 
 
 def expected_statistics(kernel, bias, batches):
-  """Of both BatchNorms, with scale 1 and bias 0, weighted by the batches' sizes, by NumPy."""
+  """The statistics of both BatchNorms, weighted by the batches' sizes, computed in NumPy."""
   rows = []
   for x in batches:
     h = x.astype(np.float64) @ np.asarray(kernel, np.float64) + np.asarray(bias)
@@ -276,7 +276,7 @@ def test_batch_statistics_are_numpys_means_over_all_batches(api):
     assert new.out.momentum == 0.5
     assert jnp.isnan(model.norm.mean[0])
     kernel, bias = new.dense.kernel[...], new.dense.bias[...]
-    found = [s[...] for norm in (new.norm, new.out) for s in (norm.mean, norm.var)]
+    estimated = [s[...] for norm in (new.norm, new.out) for s in (norm.mean, norm.var)]
     for kind in (nnx.Param, nnx.RngCount):
       chex.assert_trees_all_equal(nnx.state(new, kind), nnx.state(model, kind))
   else:
@@ -287,11 +287,11 @@ def test_batch_statistics_are_numpys_means_over_all_batches(api):
     )
     new = estimate(variables, iter(batches))
     chex.assert_trees_all_equal(new["params"], variables["params"])
-    of_frozen = estimate(core.freeze(variables), batches)
-    chex.assert_trees_all_equal(of_frozen["batch_stats"], new["batch_stats"])
+    frozen_estimate = estimate(core.freeze(variables), batches)
+    chex.assert_trees_all_equal(frozen_estimate["batch_stats"], new["batch_stats"])
     kernel, bias = new["params"]["dense"]["kernel"], new["params"]["dense"]["bias"]
-    found = [new["batch_stats"][n][s] for n in ("norm", "out") for s in ("mean", "var")]
-  np.testing.assert_allclose(found, expected_statistics(kernel, bias, batches), atol=2e-6)
+    estimated = [new["batch_stats"][n][s] for n in ("norm", "out") for s in ("mean", "var")]
+  np.testing.assert_allclose(estimated, expected_statistics(kernel, bias, batches), atol=2e-6)
 
 
 class OwnNnxNorm(nnx.BatchNorm):
@@ -338,14 +338,14 @@ def test_all_uses_of_a_shared_batch_norm_have_equal_weight(api):
   uses = [batch, once, twice]
   if api == "nnx":
     new = optax_boost.nnx.estimate_batch_stats(NnxShared(), [batch])
-    found = [new.norm.mean[...], new.norm.var[...]]
+    estimated = [new.norm.mean[...], new.norm.var[...]]
   else:
     module = LinenShared()
     variables = module.init(jax.random.key(0), batch)
     new = optax_boost.linen.estimate_batch_stats(module, variables, [batch])
-    found = [new["batch_stats"]["norm"][name] for name in ("mean", "var")]
+    estimated = [new["batch_stats"]["norm"][name] for name in ("mean", "var")]
   expected = [np.mean([x.mean(0) for x in uses], 0), np.mean([x.var(0) for x in uses], 0)]
-  np.testing.assert_allclose(found, expected, atol=1e-5)
+  np.testing.assert_allclose(estimated, expected, atol=1e-5)
 
 
 class Around(nn.Module):
@@ -391,21 +391,21 @@ class LinenSynchronized(nn.Module):
 @pytest.mark.parametrize("api", ["nnx", "linen"])
 def test_synchronized_norms_take_the_batch_and_a_bound_axis(api, bound):
   (batch,) = batches_of([8])
-  parts = batch.reshape(2, 4, 3) if bound else batch
+  inputs = batch.reshape(2, 4, 3) if bound else batch
   if api == "nnx":
     each = nnx.vmap(lambda model, x: model(x), in_axes=(None, 0), axis_name="devices")
     model = nnx.BatchNorm(3, axis_name="devices", rngs=nnx.Rngs(0))
-    new = optax_boost.nnx.estimate_batch_stats(model, [parts], forward_fn=each if bound else None)
+    new = optax_boost.nnx.estimate_batch_stats(model, [inputs], forward_fn=each if bound else None)
     assert new.axis_name == "devices"
-    found = [new.mean[...], new.var[...]]
+    estimated = [new.mean[...], new.var[...]]
   else:
     axes, split = {"params": None, "batch_stats": 0}, {"params": False}
     each = nn.vmap(LinenSynchronized, variable_axes=axes, split_rngs=split, axis_name="devices")
     module = each() if bound else LinenSynchronized()
-    variables = module.init(jax.random.key(0), parts)
-    new = optax_boost.linen.estimate_batch_stats(module, variables, [parts])
-    found = [leaf.reshape(-1, 3)[-1] for leaf in jax.tree.leaves(new["batch_stats"])]
-  np.testing.assert_allclose(found, [batch.mean(0), batch.var(0)], atol=1e-6)
+    variables = module.init(jax.random.key(0), inputs)
+    new = optax_boost.linen.estimate_batch_stats(module, variables, [inputs])
+    estimated = [leaf.reshape(-1, 3)[-1] for leaf in jax.tree.leaves(new["batch_stats"])]
+  np.testing.assert_allclose(estimated, [batch.mean(0), batch.var(0)], atol=1e-6)
 
 
 class Scaled(nn.Module):
@@ -470,7 +470,7 @@ class OwnFrozenNnxNorm(nnx.BatchNorm):
 
 
 class NnxPair(nnx.Module):
-  """A BatchNorm of running mean 2, frozen in one of three ways or not, and one after it."""
+  """Two BatchNorms; the first has the running mean 2 and may be frozen in one of three ways."""
 
   def __init__(self, frozen):
     kind = OwnFrozenNnxNorm if frozen == "class" else nnx.BatchNorm
@@ -522,7 +522,7 @@ def estimated_pair(api, frozen, batches, evaluation=False, **kwargs):
 
 
 def assert_kept_and_seen_by_the_next(statistics, batches):
-  """The first keeps its running statistics, and the second gets its outputs."""
+  """The first BatchNorm keeps its running statistics; the second gets its outputs."""
   before, (first, second) = statistics
   chex.assert_trees_all_equal(first, before[0])
   mean, var = np.full(3, 2.0), np.ones(3)
@@ -545,8 +545,8 @@ def test_patterns_choose_the_batch_norms_to_estimate(api, evaluation, patterns):
   batches = batches_of([8, 8])
   if evaluation:
     patterns = {"only": ".*"} | patterns
-  found = estimated_pair(api, "", batches, evaluation, **patterns)
-  assert_kept_and_seen_by_the_next(found, batches)
+  statistics = estimated_pair(api, "", batches, evaluation, **patterns)
+  assert_kept_and_seen_by_the_next(statistics, batches)
 
 
 @pytest.mark.parametrize("api", ["nnx", "linen"])
@@ -564,7 +564,7 @@ def test_a_pattern_estimates_a_frozen_batch_norm(api):
 
 @pytest.mark.parametrize("api", ["nnx", "linen"])
 def test_a_forward_pass_that_updates_no_batch_norm_is_refused(api):
-  """In evaluation mode nothing tells which ones training keeps frozen."""
+  """In evaluation mode a BatchNorm that training freezes looks like any other."""
   with pytest.raises(ValueError, match=r"frozen .*\['first', 'second'\].*`model.train\(\)`"):
     estimated_pair(api, "layer", batches_of([8]), evaluation=True)
 
@@ -585,7 +585,7 @@ def test_a_batch_that_is_not_finite_is_named(api, bad):
     estimate = functools.partial(optax_boost.linen.estimate_batch_stats, module, variables)
   with pytest.raises(ValueError, match="the leaf 'image' of batch 1 has NaN or infinite entries"):
     estimate(named, forward_fn=lambda model, batch: model(batch["image"]))
-  # Only what reaches a BatchNorm matters.
+  # An entry that reaches no BatchNorm may be NaN.
   unused = [{"image": x, "target": y} for x, y in zip(batches_of([8, 8, 8]), batches, strict=True)]
   estimate(unused, forward_fn=lambda model, batch: model(batch["image"]))
 
@@ -613,13 +613,13 @@ def test_an_averaged_nnx_model_has_the_mean_of_its_params_and_new_statistics():
   np.testing.assert_allclose(averaged.dense.kernel[...], np.mean(kernels, 0), rtol=1e-5)
   params = optax_boost.averaged_params(optimizer.opt_state, nnx.state(model, nnx.Param))
   np.testing.assert_array_equal(params["dense"]["kernel"][...], averaged.dense.kernel[...])
-  # The copy stays when the model is trained on, and its arrays are donated.
+  # Further steps, which donate the arrays of the model, do not change the averaged model.
   step(model, optimizer, batches[0])
   averaged.train()
   new = optax_boost.nnx.estimate_batch_stats(averaged, batches)
   kernel, bias = averaged.dense.kernel[...], averaged.dense.bias[...]
-  found = new.norm.mean[...], new.norm.var[...]
-  np.testing.assert_allclose(found, expected_statistics(kernel, bias, batches)[:2], atol=1e-5)
+  estimated = new.norm.mean[...], new.norm.var[...]
+  np.testing.assert_allclose(estimated, expected_statistics(kernel, bias, batches)[:2], atol=1e-5)
 
 
 def test_a_decay_that_half_precision_rounds_to_one_is_refused():
@@ -634,7 +634,7 @@ def test_a_decay_that_half_precision_rounds_to_one_is_refused():
   "kwargs", [{"decay": 0.9}, {"start": 1}, {"decay": 0.9, "every": 2}], ids=str
 )
 def test_averages_have_the_derivatives_of_their_formula(kwargs, form):
-  """By the learning rate, as it is tuned by the loss of averaged params, and by the decay."""
+  """The loss of the averaged params has derivatives by the learning rate and by the decay."""
 
   def loss(params):
     return jnp.sum((params - 1) ** 2)
@@ -651,12 +651,12 @@ def test_averages_have_the_derivatives_of_their_formula(kwargs, form):
 
   point = np.array([0.1, kwargs.get("decay", 0.5)], np.float32)
   slope = jax.grad(averaged_loss, argnums=(0, 1))
-  found = (jax.jit(slope) if form == "jitted" else slope)(*map(jnp.float32, point))
+  slopes = (jax.jit(slope) if form == "jitted" else slope)(*map(jnp.float32, point))
   value = jax.jit(averaged_loss)
-  for number, nudge in zip(found, 5e-3 * np.eye(2, dtype=np.float32), strict=True):
+  for number, nudge in zip(slopes, 5e-3 * np.eye(2, dtype=np.float32), strict=True):
     expected = (value(*(point + nudge)) - value(*(point - nudge))) / 1e-2
     np.testing.assert_allclose(number, expected, rtol=5e-3, atol=1e-3)
-  # By Python's number, rounded once, too.
+  # A decay that is a Python number gives the same value.
   same = {name: value for name, value in kwargs.items() if name != "decay"}
   if same != kwargs:
     np.testing.assert_allclose(jax.jit(lambda rate: averaged_loss(rate, 0.9))(0.1), value(*point))
@@ -672,15 +672,15 @@ def test_the_first_step_of_an_average_may_be_traced():
     return state.average, state.snapshot_count
 
   for start, average in ((0, 2.0), (1, 2.5)):
-    found, count = jax.jit(run)(jnp.int32(start))
-    np.testing.assert_allclose(found, average, rtol=1e-6)
+    averaged, count = jax.jit(run)(jnp.int32(start))
+    np.testing.assert_allclose(averaged, average, rtol=1e-6)
     assert count == 3 - start
 
 
 @pytest.mark.parametrize("door", ["update", "apply_gradients"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_the_average_takes_half_precision_params_after_rounding(dtype, door):
-  """Jitted, XLA may keep the precision that the params lose when they are stored."""
+  """Under jit, XLA may leave out the rounding of the params before they are averaged."""
   tx = optax_boost.average_params(optax.chain(optax.scale(-0.1)), start=0)
   rng = np.random.default_rng(0)
   params, grads = (jnp.asarray(rng.normal(size=1000), dtype) for _ in range(2))
@@ -700,7 +700,9 @@ def test_averages_of_other_params_than_a_pair_are_refused():
   params = {"w": jnp.ones(2)}
   state = optax_boost.average_params(optax.sgd(0.1), start=0).init(params)
   pair = optax.LookaheadParams.init_synced(params)
-  with pytest.raises(ValueError, match="`averaged_params` needs the params that the state is of"):
+  with pytest.raises(
+    ValueError, match="`averaged_params` needs the params with which the state was made"
+  ):
     optax_boost.averaged_params(state, pair)
 
 
@@ -736,11 +738,13 @@ def test_averages_of_half_precision_params_may_be_read_in_float32():
     updates, state = tx.update(jax.tree.map(lambda p, g=g: g * p, params), state, params)
     params = optax.apply_updates(params, updates)
     masters.append(np.asarray(params["a"], np.float64))
-  wide = optax_boost.averaged_params(state, params, dtype=jnp.float32)
-  assert wide["a"].dtype == jnp.float32
-  np.testing.assert_allclose(wide["a"], np.mean(masters, 0), rtol=4 * np.finfo(np.float32).eps)
-  narrow = optax_boost.averaged_params(state, params)
-  assert narrow["a"].dtype == jnp.bfloat16
+  in_float32 = optax_boost.averaged_params(state, params, dtype=jnp.float32)
+  assert in_float32["a"].dtype == jnp.float32
+  np.testing.assert_allclose(
+    in_float32["a"], np.mean(masters, 0), rtol=4 * np.finfo(np.float32).eps
+  )
+  in_bfloat16 = optax_boost.averaged_params(state, params)
+  assert in_bfloat16["a"].dtype == jnp.bfloat16
   with pytest.raises(TypeError, match="`dtype` must be a floating dtype"):
     optax_boost.averaged_params(state, params, dtype=jnp.int32)
 

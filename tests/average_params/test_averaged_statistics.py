@@ -18,7 +18,7 @@ from tests import compilations
 
 STATISTICS = {"mean": jnp.zeros(2), "uses": jnp.zeros([], jnp.int32)}
 EPS = float(np.finfo(np.float32).eps)
-# The weight of each of n snapshots, by the arguments.
+# The arguments, and from n to the weights of n snapshots.
 MODES = {
   "mean": ({"start": 0}, np.ones),
   "late mean": ({"start": 4, "every": 2}, lambda n: np.r_[np.zeros(2), np.ones(n - 2)]),
@@ -29,7 +29,7 @@ LAST = {"decay": lambda k: jnp.zeros([])}
 
 
 def loss_fn(params, statistics, batch):
-  """Running statistics of batches, and the batch times the params as the loss."""
+  """The loss is batch times params; the statistics are a running mean and a count."""
   mean = 0.5 * statistics["mean"] + 0.5 * batch
   return jnp.sum(params["w"] * batch), {"mean": mean, "uses": statistics["uses"] + 1}
 
@@ -43,7 +43,7 @@ def batches(count, seed=0):
 
 
 def train(tx, data, statistics=STATISTICS):
-  """The last state, and the running mean and params after each step of a train step."""
+  """Returns the last state, and the running means and params after each step."""
   step = optax_boost.make_train_step(loss_fn, tx, has_model_state=True)
   state, means, params = step.init({"w": jnp.ones(2)}, statistics), [], []
   for batch in data:
@@ -78,7 +78,7 @@ def test_statistics_are_averaged_with_the_weights_of_the_params(mode):
     weighted(params[every - 1 :: every], weights),
     tolerance,
   )
-  # What is not floating-point is not kept.
+  # Integers are not averaged.
   assert averaged["uses"] == 12
   assert list(state.opt_state.statistics) == ["mean"]
 
@@ -119,7 +119,7 @@ def test_averages_of_half_precision_statistics_are_float32_and_read_in_their_dty
   np.testing.assert_array_equal(averaged["mean"], expected.astype(dtype))
 
 
-# With the steps of six in which a snapshot is taken, if the second and the fourth batch are NaN.
+# The second and the fourth of six batches are bad: which steps end with a snapshot.
 WINDOWS = {
   "loss scale outside": (
     lambda average: optax_boost.dynamic_loss_scale(average(optax.sgd(0.1)), 1.0),
@@ -147,7 +147,7 @@ WINDOWS = {
 
 @pytest.mark.parametrize("name", WINDOWS)
 def test_skipped_steps_and_dropped_micro_batches_change_no_average(name):
-  """Their gradients are not finite; their statistics are, but are far from the others."""
+  """A bad batch has gradients that are not finite, and finite statistics that are far too large."""
 
   def bad_loss(params, statistics, batch):
     loss, statistics = loss_fn(params, statistics, batch["x"])
@@ -164,8 +164,8 @@ def test_skipped_steps_and_dropped_micro_batches_change_no_average(name):
     state, _ = step(state, batch)
     if t in snapshots:
       expected = np.asarray(state.model_state["mean"])
-    found = optax.tree.get(state.opt_state, "statistics")["mean"]
-    np.testing.assert_array_equal(found, expected)
+    average = optax.tree.get(state.opt_state, "statistics")["mean"]
+    np.testing.assert_array_equal(average, expected)
   assert np.all(np.abs(expected) < 10)
 
 
@@ -204,9 +204,9 @@ def test_statistics_of_frozen_layers_are_averaged_as_they_are_held():
     state, _ = step(state, jnp.ones(3))
     means.append([float(state.model_state[name]["mean"]) for name in ("a", "b")])
   averaged = read(state)
-  found = [averaged[name]["mean"] for name in ("a", "b")]
-  np.testing.assert_allclose(found, np.mean(means, 0), 8 * EPS)
-  assert found[0] == 0 < found[1]
+  averaged_means = [averaged[name]["mean"] for name in ("a", "b")]
+  np.testing.assert_allclose(averaged_means, np.mean(means, 0), 8 * EPS)
+  assert averaged_means[0] == 0 < averaged_means[1]
 
 
 def shift(updates, state, params=None, *, model_state=None, **extra):
@@ -251,8 +251,8 @@ def test_line_searches_get_the_arguments_that_they_know(name):
 
 
 def test_a_transformation_of_the_users_own_gets_the_statistics_if_it_names_them():
-  own = stateless(shift)
-  for tx in (own, optax_boost.average_params(own, start=0, model_state=STATISTICS)):
+  shifting = stateless(shift)
+  for tx in (shifting, optax_boost.average_params(shifting, start=0, model_state=STATISTICS)):
     _, means, params = train(tx, batches(1))
     np.testing.assert_allclose(params[0], 1 + batches(1)[0] + means[0], 8 * EPS)
 
@@ -263,7 +263,7 @@ def test_a_resumed_run_has_the_averages_of_an_uninterrupted_one():
   whole, _, _ = train(tx, data)
   half, _, _ = train(tx, data[:3])
   saved = pickle.dumps(jax.tree.map(np.asarray, jax.tree.leaves(half)))
-  # Another process makes the optimizer of statistics whose values it does not have.
+  # A new process has the shapes of the statistics only.
   abstract = jax.eval_shape(lambda: STATISTICS)
   tx = optax_boost.average_params(optax.adam(0.1), decay=0.9, model_state=abstract)
   step = optax_boost.make_train_step(loss_fn, tx, has_model_state=True)
@@ -311,7 +311,7 @@ def inputs():
 
 
 def running(kernels, biases):
-  """The means and variances of a BatchNorm after each batch, from the params before it."""
+  """The averages of a BatchNorm's running means and variances, each after another batch."""
   mean, var, after = np.zeros(4), np.ones(4), []
   for x, kernel, bias in zip(inputs(), kernels, biases, strict=True):
     y = x.astype(np.float64) @ kernel + bias
@@ -340,14 +340,14 @@ def test_the_statistics_of_an_nnx_model_are_averaged(form):
     step(model, optimizer, x)
   expected = running(kernels, biases)
   averaged = optax_boost.nnx.averaged_model(optimizer, model)
-  found = averaged.norm.mean[...], averaged.norm.var[...]
-  np.testing.assert_allclose(found, expected, 1e-5, 1e-5)
-  # The model itself, and its counts of random numbers, are another's.
-  assert np.any(np.abs(model.norm.mean[...] - found[0]) > 1e-3)
+  averaged_statistics = averaged.norm.mean[...], averaged.norm.var[...]
+  np.testing.assert_allclose(averaged_statistics, expected, 1e-5, 1e-5)
+  # The model has other statistics, but the same random state.
+  assert np.any(np.abs(model.norm.mean[...] - averaged_statistics[0]) > 1e-3)
   assert averaged.dropout.rngs.count[...] == model.dropout.rngs.count[...] == 5
   read = optax_boost.averaged_model_state(optimizer.opt_state, nnx.state(model, nnx.BatchStat))
-  np.testing.assert_array_equal(read["norm"]["mean"][...], found[0])
-  # The optimizer keeps working after its model's first arrays are donated.
+  np.testing.assert_array_equal(read["norm"]["mean"][...], averaged_statistics[0])
+  # The train step has donated the arrays of which `tx` was made.
   tx.init(nnx.state(model, nnx.Param))
 
 
@@ -370,7 +370,7 @@ def test_flaxs_own_update_of_an_nnx_model_passes_the_statistics():
 def test_the_statistics_of_a_linen_module_are_averaged(form):
   module = Linen()
   variables = module.init(jax.random.key(0), inputs()[0])
-  # `init` has called the module in training mode, which leaves the statistics as they were.
+  # `init` calls the module in training mode, but does not change the statistics.
   loss, params, model_state = optax_boost.linen.split_loss(model_loss, module, variables)
   passed = model_state if form == "collections" else model_state["batch_stats"]
   tx = optax_boost.average_params(optax.sgd(0.3), start=0, model_state=passed)
