@@ -2,16 +2,17 @@
 
 from collections.abc import Callable
 import dataclasses
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from optax_boost._form import _compositions, _driver, _finiteness, _protocol, _transformation
-from optax_boost._foundation import _arrays, _checks, _conditionals, _mesh_axes, _trees
+from optax_boost._foundation import _arrays, _checks, _conditionals, _mesh_axes, _trees, _types
 
 _METHOD = "accumulate"
+_Every: TypeAlias = int | jax.Array | Callable[[jax.Array], jax.typing.ArrayLike]
 
 
 @_protocol.declares(
@@ -27,72 +28,72 @@ class AccumulateState(NamedTuple):
     count: scalar int32, micro-steps in the current window; 0 right after an inner step.
     inner_count: scalar int32, windows at whose end the inner optimizer was called; it may have
       skipped its step.
-    weight_sum: scalar float32 (float64 under x64), the weights in the current window.
+    weight_sum: scalar float32 (float64 under x64), the sum of the weights in the current window.
     accumulator: tree of the params' structure, the weighted sum of the gradients in the window.
     notfinite_count: scalar int32, micro-batches whose gradient or weight was not finite, whose
-      weight was negative, or whose gradient overflowed the sum.
+      weight was negative, or whose gradient made the sum overflow.
     inner_state: the inner optimizer's state.
     made: scalar bool, whether the last call made an inner step.
   """
 
-  count: jax.Array  # type: ignore[assignment]  # tuples have a method of this name
-  inner_count: jax.Array
-  weight_sum: jax.Array
+  count: _types.IntScalar  # type: ignore[assignment]  # tuples have a method of this name
+  inner_count: _types.IntScalar
+  weight_sum: _types.FloatScalar
   accumulator: optax.Updates
-  notfinite_count: jax.Array
+  notfinite_count: _types.IntScalar
   inner_state: optax.OptState
-  made: jax.Array
+  made: _types.BoolScalar
 
 
 class _Window(NamedTuple):
   """The current window after a micro-step."""
 
-  total: optax.Updates  # unchanged unless the micro-step is to be made
-  full: jax.Array  # whether it ends
-  steps: jax.Array  # whether the inner optimizer is called
+  gradient_sum: optax.Updates  # without the micro-batch if it is dropped
+  is_full: _types.BoolScalar
+  calls_inner: _types.BoolScalar
 
 
 def accumulate(
   inner: optax.GradientTransformation,
-  every: int | jax.Array | Callable[[jax.Array], jax.typing.ArrayLike],
+  every: _Every,
   *,
   not_finite: Literal["drop", "keep"] | None = "drop",
-  axis_name: str | tuple[str, ...] | None = None,
+  axis_name: _types.AxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
   r"""Averages the gradients of `every` micro-steps before one step of `inner`.
 
   .. math::
     G = \frac{\sum_i n_i g_i}{\sum_i n_i}
 
-  for the gradients :math:`g_i` of the window's micro-batches and their weights :math:`n_i`. For
-  batches larger than memory. The inner optimizer really runs once per window: its state, weight
-  decay and schedules count inner steps. In between updates are exactly zero. The sum is kept in at
-  least float32.
+  for the gradients :math:`g_i` and weights :math:`n_i` of the micro-batches in a window of `every`
+  micro-steps. Use it for batches larger than memory. The inner optimizer is called once per window,
+  so its state, weight decay and schedules advance once per window. The other micro-steps return
+  updates of exactly zero. The sum is kept in at least float32.
 
   Args:
     inner: the optimizer that sees the mean gradient.
     every: micro-steps per inner step, at least 1; or a function of the number of inner steps made.
       Raising it makes larger batches of the same memory, and fewer steps.
-    not_finite: the treatment of micro-batches whose gradient is not finite or overflows the sum.
-      ``"drop"``: they are left out of the mean, and a window of nothing else makes no inner step.
-      ``"keep"``: they spoil the mean of their own window, for `inner` to see, such as
-      ``optax.apply_if_finite``. Around a loss scale they are always kept. None: kept, but neither
-      looked for nor counted, which saves a pass over the gradients.
-    axis_name: inside ``shard_map``, the mesh axes over which the gradients differ, so that all
-      devices leave out the same micro-batches, and weights that differ count among the devices: the
-      mean of `inner`'s gradients over the devices (``jax.lax.pmean``) is the mean over all
-      examples. Not needed under ``jit``.
+    not_finite: what to do with a micro-batch whose gradient is not finite or makes the sum
+      overflow. ``"drop"`` leaves the micro-batch out of the mean; a window without any other makes
+      no inner step. ``"keep"`` adds it, so that the mean is not finite and `inner`, such as
+      ``optax.apply_if_finite``, can skip the step; a loss scale in `inner` always gets such means.
+      None is ``"keep"`` without the check and the count, which saves a pass over the gradients.
+    axis_name: as for :func:`dynamic_loss_scale`; all devices drop the same micro-batches. The
+      devices' weights may differ: the mean of `inner`'s gradients over the devices
+      (``jax.lax.pmean``) is the mean over all examples.
 
   Returns:
     An :class:`optax.GradientTransformationExtraArgs`. Its ``update`` takes an optional `weight`,
-    the number of examples or tokens in the micro-batch, 1 unless given; `weight` of
-    :func:`make_train_step` sets it. `inner` sees the other extra arguments of the window's
-    last micro-step, and as `grad` the mean gradient; an :func:`accumulate` in it gets the window's
-    weight. :func:`master_weights` and :func:`stochastic_rounding` inside get the mean in float32.
+    the number of examples or tokens in the micro-batch; the default is 1. The argument `weight` of
+    :func:`make_train_step` sets it. `inner` gets the mean gradient, also as `grad`, and the other
+    extra arguments of the window's last micro-step. An :func:`accumulate` inside gets the window's
+    sum of weights. :func:`master_weights` and :func:`stochastic_rounding` inside get the mean in
+    float32.
 
   Raises:
-    ValueError: in ``init``: `inner` holds :func:`svrg`, whose snapshot's gradient would be of the
-      last micro-batch alone.
+    ValueError: in ``init``: `inner` holds :func:`svrg`, which would compare the mean gradient with
+      a gradient of the last micro-batch alone.
 
   Examples:
     >>> import jax.numpy as jnp, optax, optax_boost
@@ -107,9 +108,9 @@ def accumulate(
     ([-2.0, -4.0], 1)
 
   .. note::
-    Where all micro-batches of a step are at hand at once, ``optax.microbatching`` needs no buffer
-    between steps. ``optax.MultiSteps`` runs its inner optimizer at every micro-step, and a NaN
-    stays in its accumulator.
+    If one call gets all micro-batches of a step, ``optax.microbatching`` needs no buffer between
+    calls. ``optax.MultiSteps`` runs its inner optimizer at every micro-step, and a NaN stays in its
+    accumulator.
   """
   inner = _checks.check_transformation("inner", inner)
   if not callable(every):
@@ -126,18 +127,18 @@ class _Accumulate:
   """The checked arguments of :func:`accumulate`."""
 
   inner: optax.GradientTransformationExtraArgs
-  every: Any
+  every: _Every
   not_finite: str | None
-  axis_name: str | tuple[str, ...] | None
+  axis_name: _types.AxisName | None
 
   def init(self, params: optax.Params) -> AccumulateState:
     inner_state = self.inner.init(params)
-    takes_gradients = _protocol.is_requested(inner_state, _protocol.FULL_GRADIENT)
-    if takes_gradients and _checks.concrete_number(self.every) != 1:
+    calls_grad_fn = _protocol.is_requested(inner_state, _protocol.FULL_GRADIENT)
+    if calls_grad_fn and _checks.concrete_number(self.every) != 1:
       raise ValueError(
         "`accumulate` can't hold a method that takes gradients at other params, as `svrg` does:"
-        " they would be of the window's last micro-batch, beside the mean gradient of all. Use"
-        " larger batches, or `optax.microbatching` in the loss."
+        " these would be of the window's last micro-batch alone. Use larger batches, or"
+        " `optax.microbatching` in the loss."
       )
     return AccumulateState(
       count=jnp.zeros([], jnp.int32),
@@ -155,37 +156,39 @@ class _Accumulate:
     grads, extra_args = call.gradients()
     weight = _checked_weight(extra_args.pop("weight", 1.0))
     addend = jax.tree.map(lambda t, g: _weighted(weight, t, g), state.accumulator, grads)
-    used, good = self._is_used(call, state, weight, addend)
-    weight_sum = jnp.where(used, state.weight_sum + weight, state.weight_sum)
-    full = state.count + 1 >= _length(self.every, state.inner_count)
-    total = jax.tree.map(lambda t, a: jnp.where(used, t + a, t), state.accumulator, addend)
+    is_added, is_good = self._judge(call, state, weight, addend)
+    weight_sum = jnp.where(is_added, state.weight_sum + weight, state.weight_sum)
+    is_full = state.count + 1 >= _window_length(self.every, state.inner_count)
+    gradient_sum = jax.tree.map(
+      lambda t, a: jnp.where(is_added, t + a, t), state.accumulator, addend
+    )
     divisor = weight_sum
     if self.axis_name is not None:
       divisor = jax.lax.pmean(weight_sum, self.axis_name)
 
-    def mean() -> tuple[optax.Updates, dict[str, Any]]:
-      """The mean gradient of the window, also as `grad`, and its weight."""
-      of_window = jax.tree.map(lambda t: _arrays.divide(t, divisor), total)
-      # Masters inside take the mean unrounded.
+    def inner_arguments() -> tuple[optax.Updates, _types.ExtraArgs]:
+      mean = jax.tree.map(lambda t: _arrays.divide(t, divisor), gradient_sum)
+      # Masters in `inner` take the mean unrounded.
       if not any(form.keeps == "rounding" for form in _compositions.forms(self.inner)):
-        of_window = _arrays.cast_like(of_window, grads)
-      extra = extra_args | ({"grad": of_window} if "grad" in extra_args else {})
-      # Not for every optimizer: optax's line searches refuse arguments that closures do not take.
+        mean = _arrays.cast_like(mean, grads)
+      extra = extra_args | ({"grad": mean} if "grad" in extra_args else {})
+      # Only for an `accumulate` inside: optax's line searches refuse unknown arguments.
       if _trees.find_states(state.inner_state, AccumulateState):
         extra["weight"] = weight_sum
-      # A window may end with a micro-batch that is dropped, and its statistics with it.
+      # If the last micro-batch of the window is dropped, so are its statistics.
       if extra.get("model_state") is not None:
-        extra["model_state"] = _conditionals.nan_if(~good, extra["model_state"])
-      return of_window, extra
+        extra["model_state"] = _conditionals.nan_if(~is_good, extra["model_state"])
+      return mean, extra
 
     new_state = state._replace(
-      count=jnp.where(full, 0, state.count + 1),
-      weight_sum=jnp.where(full, 0.0, weight_sum),
-      notfinite_count=_arrays.increment_if(~good, state.notfinite_count),
+      count=jnp.where(is_full, 0, state.count + 1),
+      weight_sum=jnp.where(is_full, 0.0, weight_sum),
+      notfinite_count=_arrays.increment_if(~is_good, state.notfinite_count),
     )
-    # A window that holds bad gradients only ends without a step.
-    steps = full & (divisor > 0)
-    return call._replace(gradients=mean, makes_step=steps), new_state, _Window(total, full, steps)
+    # A window of dropped micro-batches only ends without a step.
+    calls_inner = is_full & (divisor > 0)
+    inner_call = call._replace(gradients=inner_arguments, makes_step=calls_inner)
+    return inner_call, new_state, _Window(gradient_sum, is_full, calls_inner)
 
   def after(
     self,
@@ -194,56 +197,67 @@ class _Accumulate:
     state: AccumulateState,
     window: _Window,
   ) -> tuple[Any, AccumulateState]:
-    def emptied(total: Any) -> tuple[Any]:
+    def emptied(gradient_sum: optax.Updates) -> tuple[optax.Updates]:
       # XLA 14: without the old value, all leaves of a shape would be copies of one array of zeros.
-      return (jax.tree.map(lambda t: jnp.where(ended, jnp.zeros_like(t), t), total),)
+      return (jax.tree.map(lambda t: jnp.where(has_ended, jnp.zeros_like(t), t), gradient_sum),)
 
-    ended = outcome.made | window.full
-    (accumulator,) = call.compute_if(ended, emptied, window.total)
+    has_ended = outcome.made | window.is_full
+    (accumulator,) = call.compute_if(has_ended, emptied, window.gradient_sum)
     return outcome.result, state._replace(
-      inner_count=_arrays.increment_if(window.steps, state.inner_count), accumulator=accumulator
+      inner_count=_arrays.increment_if(window.calls_inner, state.inner_count),
+      accumulator=accumulator,
     )
 
-  def _is_used(
-    self, call: _driver.Call, state: AccumulateState, weight: jax.Array, addend: Any
-  ) -> tuple[Any, jax.Array]:
-    """Whether a micro-batch is added to the window, and whether it is good."""
-    weighted = jnp.isfinite(state.weight_sum + weight) & (weight >= 0)
+  def _judge(
+    self,
+    call: _driver.Call,
+    state: AccumulateState,
+    weight: _types.FloatScalar,
+    addend: optax.Updates,
+  ) -> tuple[_types.Condition, _types.BoolScalar]:
+    """Whether a micro-batch is added to the window, and whether gradient and weight are good."""
+    weight_is_valid = jnp.isfinite(state.weight_sum + weight) & (weight >= 0)
     grads, _ = call.gradients()
     # A loss scale that sees no overflow never shrinks, so every micro-batch would overflow.
     unseen = _protocol.unseen_by_scale(state.inner_state, grads)
     is_scaled = len(unseen) < len(jax.tree.leaves(grads))
 
-    def check() -> jax.Array:
+    def check() -> _types.BoolScalar:
       if is_scaled or self.not_finite == "keep":
         return _finiteness.all_finite(grads)
       return _finiteness.sum_is_finite(state.accumulator, addend)
 
-    finite = jnp.asarray(True) if self.not_finite is None else call.passes(check)
-    usable = jnp.asarray(True)
+    is_finite = jnp.asarray(True) if self.not_finite is None else call.passes(check)
+    may_be_added = jnp.asarray(True)
     if self.not_finite == "drop":
-      usable = finite
+      may_be_added = is_finite
       if is_scaled:
-        usable = _finiteness.all_finite(unseen) if unseen else jnp.asarray(True)
+        may_be_added = _finiteness.all_finite(unseen) if unseen else jnp.asarray(True)
     if self.axis_name is not None:
-      flags = jnp.stack([weighted, finite, usable])
-      weighted, finite, usable = _mesh_axes.on_all_devices(flags, self.axis_name, _METHOD)
+      flags = jnp.stack([weight_is_valid, is_finite, may_be_added])
+      weight_is_valid, is_finite, may_be_added = _mesh_axes.on_all_devices(
+        flags, self.axis_name, _METHOD
+      )
     # The sum is a part of the inner step's work, so the driver can't select it afterwards.
-    return _conditionals.both(call.makes_step, weighted & usable), weighted & finite
+    is_added = _conditionals.both(call.makes_step, weight_is_valid & may_be_added)
+    return is_added, weight_is_valid & is_finite
 
 
-def _checked_weight(weight: Any) -> jax.Array:
-  """The weight of a micro-batch, a scalar float; checked if it is not traced."""
+def _checked_weight(weight: jax.typing.ArrayLike) -> _types.FloatScalar:
+  """The weight of a micro-batch as an array, checked if it is not traced."""
   largest = float(jnp.finfo(jnp.float32).max)
   _checks.check_number("weight", weight, minimum=0.0, maximum=largest)
   return jnp.asarray(weight, float)
 
 
-def _weighted(weight: jax.Array, total: jax.Array, g: jax.Array) -> jax.Array:
+def _weighted(weight: _types.FloatScalar, total: jax.Array, g: jax.Array) -> jax.Array:
   return (weight * g.astype(total.dtype)).astype(total.dtype)
 
 
-def _length(every: Any, inner_count: jax.Array) -> jax.Array:
+def _window_length(
+  every: _Every,
+  inner_count: _types.IntScalar,
+) -> _types.IntScalar:
   """The number of micro-steps in the current window."""
   length = every(inner_count) if callable(every) else every
   if jnp.shape(length) != ():

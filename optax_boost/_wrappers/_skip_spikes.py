@@ -1,14 +1,12 @@
-r"""Skips steps whose gradient is far longer than the gradients before it.
+r"""Skips steps whose gradient norm is far above the norms before it.
 
-With the norm n_t of the gradient in step t, and the mean m of the norms before it with weights that
-fall by d from each to the one before:
-
-  skipped   n_t > f m, or n_t is not finite
-  m         takes min(n_t, f m), so that a lasting change of the norms is not skipped for ever
+n_t is the norm of the gradient in step t, m the mean of the norms before it, the i-th last of which
+has the weight d^i. If n_t > f m, or n_t is not finite, the step is skipped. The mean takes in
+min(n_t, f m), so that steps are made again after a lasting change of the norms.
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,18 +29,18 @@ class SkipSpikesState(NamedTuple):
     norm_sum: scalar float32, the weighted sum of the norms so far.
     norm_weight: scalar float32, the sum of their weights; `norm_sum` over it is their mean.
     count: scalar int32, the norms in the mean.
-    spike_count: scalar int32, steps that were not made.
+    spike_count: scalar int32, skipped steps.
     inner_state: the inner optimizer's state.
     made: scalar bool, whether the last call made a step.
   """
 
-  gradient_norm: jax.Array
-  norm_sum: jax.Array
-  norm_weight: jax.Array
-  count: jax.Array  # type: ignore[assignment]  # tuples have a method of this name
-  spike_count: jax.Array
+  gradient_norm: _types.FloatScalar
+  norm_sum: _types.FloatScalar
+  norm_weight: _types.FloatScalar
+  count: _types.IntScalar  # type: ignore[assignment]  # tuples have a method of this name
+  spike_count: _types.IntScalar
   inner_state: optax.OptState
-  made: jax.Array
+  made: _types.BoolScalar
 
 
 def skip_spikes(
@@ -53,33 +51,35 @@ def skip_spikes(
   start: jax.typing.ArrayLike = 20,
   axis_name: _types.AxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-  r"""Makes no step whose gradient norm is a multiple of the usual one.
+  r"""Skips steps whose gradient norm is several times the usual one.
+
+  A step is skipped if
 
   .. math::
     n_t > f \, \frac{\sum_{i<t} d^{t-1-i} n_i}{\sum_{i<t} d^{t-1-i}}
 
-  for the global norm :math:`n_t` of the gradient, `factor` f and `decay` d. Such a step, and one
-  whose gradient is not finite, leaves params and the inner state as they are and is counted. The
-  norm of a skipped step enters the mean as f times the mean, so that after a lasting change of the
-  norms steps are made again; a norm that is zero or not finite does not enter it.
+  for the global norm :math:`n_t` of the gradient, `factor` f and `decay` d, or if the gradient is
+  not finite. A skipped step leaves params and the inner state as they are, and is counted. Its norm
+  enters the mean as f times the mean, so that steps are made again after a lasting change of the
+  norms. A norm that is zero or not finite does not enter the mean.
 
-  Clipping by the global norm bounds such a step, and still moves the params along the bad gradient
-  and takes it into the moments.
+  Clipping by the global norm bounds such a step, but still moves the params along the bad gradient
+  and takes the gradient into the moments.
 
   Args:
     inner: the optimizer.
     factor: how many times the mean a norm may be, above 1. Raising it skips fewer steps.
-    decay: weight of a norm against the one after it, from 0 to below 1; about 1 / (1 - decay) norms
-      count. Raising it follows changes of the norms more slowly.
-    start: norms that are gathered before the first step is skipped for its length. Raising it lets
-      pass more of a warm-up, in which norms change fast.
-    axis_name: inside ``shard_map``, the mesh axes over which the gradients differ: the root of the
-      mean of their squared norms counts on all devices. Not needed under ``jit``.
+    decay: weight of a norm against the norm after it, from 0 to below 1; about 1 / (1 - decay)
+      norms count. Raising it follows changes of the norms more slowly.
+    start: the number of norms in the mean before a step may be skipped for its norm. Raising it
+      skips fewer steps of a warm-up, in which norms change fast.
+    axis_name: as for :func:`dynamic_loss_scale`; :math:`n_t` is the root of the mean of the
+      devices' squared norms.
 
   Returns:
-    An :class:`optax.GradientTransformationExtraArgs`. Norms are in float32; a norm beyond its range
-    counts as not finite. Around a :func:`dynamic_loss_scale` the norm is of the unscaled gradient,
-    and overflows are left to it.
+    An :class:`optax.GradientTransformationExtraArgs`. Norms are in float32; a norm beyond the range
+    of float32 counts as not finite. Around a :func:`dynamic_loss_scale` the norm is that of the
+    unscaled gradient, and steps that overflow are left to the loss scale.
 
   Examples:
     >>> import jax.numpy as jnp, optax, optax_boost
@@ -108,9 +108,9 @@ class _SkipSpikes:
   """The checked arguments of :func:`skip_spikes`."""
 
   inner: optax.GradientTransformationExtraArgs
-  factor: Any
-  decay: Any
-  start: Any
+  factor: jax.typing.ArrayLike
+  decay: jax.typing.ArrayLike
+  start: jax.typing.ArrayLike
   axis_name: _types.AxisName | None
 
   def init(self, params: optax.Params) -> SkipSpikesState:
@@ -129,32 +129,32 @@ class _SkipSpikes:
   ) -> tuple[_driver.Call, SkipSpikesState, None]:
     grads, _ = call.gradients()
     unseen = _protocol.unseen_by_scale(state.inner_state, grads)
-    own = self._squares(unseen)
-    squares = own
+    unscaled_squares = self._sum_squares(unseen)
+    squares = unscaled_squares
     if len(unseen) < len(jax.tree.leaves(grads)):
-      # A loss scale inside sees the others, and their overflows.
+      # The other gradients are scaled; the loss scale inside handles their overflows.
       scale = _protocol.requesting_state(state.inner_state, _protocol.LOSS_SCALE).loss_scale
-      squares = own + (self._squares(grads) - own) / scale / scale
+      squares = unscaled_squares + (self._sum_squares(grads) - unscaled_squares) / scale / scale
     norm = jnp.sqrt(squares)
-    finite = _finiteness.finite_entries(norm)
+    is_finite = _finiteness.finite_entries(norm)
     limit = self.factor * state.norm_sum / jnp.maximum(state.norm_weight, 1)
-    is_spike = finite & (state.count >= self.start) & (norm > limit)
-    skips = is_spike | ~_finiteness.finite_entries(own)
-    taken = jnp.where(is_spike, limit, norm)
-    # After norms of zero, as of frozen or masked losses, every norm would be a spike.
-    gathered = finite & (norm > 0)
+    is_spike = is_finite & (state.count >= self.start) & (norm > limit)
+    is_skipped = is_spike | ~_finiteness.finite_entries(unscaled_squares)
+    capped = jnp.where(is_spike, limit, norm)
+    # A loss that is masked or frozen has norms of zero; after these any norm would be a spike.
+    enters_mean = is_finite & (norm > 0)
     new_state = state._replace(
       gradient_norm=norm,
-      norm_sum=jnp.where(gathered, self.decay * state.norm_sum + taken, state.norm_sum),
-      norm_weight=jnp.where(gathered, self.decay * state.norm_weight + 1, state.norm_weight),
-      count=_arrays.increment_if(gathered, state.count),
-      spike_count=_arrays.increment_if(skips, state.spike_count),
+      norm_sum=jnp.where(enters_mean, self.decay * state.norm_sum + capped, state.norm_sum),
+      norm_weight=jnp.where(enters_mean, self.decay * state.norm_weight + 1, state.norm_weight),
+      count=_arrays.increment_if(enters_mean, state.count),
+      spike_count=_arrays.increment_if(is_skipped, state.spike_count),
     )
-    return call._replace(makes_step=~skips), new_state, None
+    return call._replace(makes_step=~is_skipped), new_state, None
 
   after = _driver.pass_on
 
-  def _squares(self, gradients: optax.Updates) -> jax.Array:
+  def _sum_squares(self, gradients: optax.Updates) -> _types.FloatScalar:
     squares = jnp.asarray(_arrays.sum_squares_of_tree(gradients), jnp.float32)
     if self.axis_name is not None:
       _mesh_axes.require_axis("axis_name", self.axis_name, _METHOD)

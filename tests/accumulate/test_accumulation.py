@@ -1,4 +1,4 @@
-"""Gradient accumulation: what breaks naive accumulation."""
+"""Gradient accumulation, in cases in which a naive implementation goes wrong."""
 
 import chex
 import jax
@@ -138,7 +138,7 @@ def test_the_compiled_program_grows_in_proportion_to_the_leaves():
     grads = [jnp.ones((4, 4))] * leaves
     return len(jax.jit(tx.update).lower(grads, tx.init(grads)).compile().as_text())
 
-  # Fused into each leaf's loop, the check of all leaves made it grow with their square.
+  # A check of all leaves that XLA fuses into each leaf's loop makes it grow quadratically.
   assert size(48) < 5 * size(12)
 
 
@@ -196,11 +196,11 @@ def test_a_traced_weight_that_cannot_be_a_number_of_examples_is_left_out_and_cou
 
 
 def test_the_mean_over_the_devices_is_the_mean_over_all_tokens():
-  """Devices whose micro-batches have different numbers of tokens."""
+  """The devices' micro-batches have different numbers of tokens."""
   rng = np.random.default_rng(0)
   grads = rng.normal(size=(3, 8, 5)).astype(np.float32)
   tokens = rng.integers(0, 9, size=(3, 8)).astype(np.float32)
-  tokens[:, 2] = 0  # A device without any.
+  tokens[:, 2] = 0  # A device without tokens.
   inner = optax.chain(optax.stateless(lambda g, _: jax.lax.pmean(g, "x")), optax.sgd(1.0))
   tx = optax_boost.accumulate(inner, every=3, axis_name="x")
 
@@ -219,9 +219,9 @@ def test_the_mean_over_the_devices_is_the_mean_over_all_tokens():
     out_specs=jax.sharding.PartitionSpec("x"),
     check_vma=False,
   )
-  found = jax.jit(mapped)(grads, tokens)
+  means = jax.jit(mapped)(grads, tokens)
   expected = -np.einsum("tdk,td->k", grads, tokens) / tokens.sum()
-  np.testing.assert_allclose(found, np.tile(expected, (8, 1)), rtol=1e-5, atol=1e-6)
+  np.testing.assert_allclose(means, np.tile(expected, (8, 1)), rtol=1e-5, atol=1e-6)
 
 
 def test_an_error_for_an_unknown_treatment_lists_the_known_ones():

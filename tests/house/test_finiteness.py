@@ -16,7 +16,7 @@ PACKAGE = pathlib.Path(optax_boost.__file__).parent
 # The functions in which `jnp.isfinite` decides about something else than entries of gradients,
 # params or states, which are `_finiteness.finite_entries`'s.
 ALLOWED = {
-  "_wrappers/_accumulation.py": {"_is_used": "a sum of weights, a scalar"},
+  "_wrappers/_accumulation.py": {"_judge": "a sum of weights, a scalar"},
   "_methods/_adasum/_pairs.py": {"bounds_of": "a guard of `frexp`"},
   "_methods/_adasum/_reduction.py": {"_walk": "sums of squares"},
   "_methods/_dim_reduce/_fit.py": {"_check_fit": "a variance, a scalar"},

@@ -42,7 +42,7 @@ def test_scales_agree_with_mindspore_exactly(recorded, case):
   for overflow, expected in zip(arrays[f"{case}_overflow"], arrays[f"{case}_scale"], strict=True):
     grad = jnp.full(2, jnp.inf if overflow else 1.0)
     _, state = update(grad, state, params)
-    # The reference has no cap: its scale ends at infinity, ours at the largest float32.
+    # MindSpore has no cap: its scale ends at infinity, this package's at the largest float32.
     assert state.loss_scale == min(expected, np.finfo(np.float32).max)
   assert state.notfinite_count == np.sum(arrays[f"{case}_overflow"])
 
@@ -56,7 +56,7 @@ def test_the_scale_stays_between_floor_and_cap():
 
 
 def test_float32s_largest_number_as_numpy_prints_it_may_be_the_cap():
-  """NumPy prints it rounded up, to 3.4028235e38: larger than it is in float64."""
+  """NumPy prints it as 3.4028235e38, which is a larger number in float64."""
   tx = optax_boost.dynamic_loss_scale(optax.sgd(0.1), 2.0**127, 1, maximum=3.4028235e38)
   _, state = tx.update(jnp.ones(1), tx.init(jnp.zeros(1)))
   assert state.loss_scale == np.finfo(np.float32).max
@@ -105,14 +105,14 @@ def test_accumulation_inside_the_loss_scale_drops_overflowing_micro_batches():
   state = tx.init(jnp.zeros(1))
   for grad in (4.0, jnp.inf, 6.0):
     updates, state = tx.update(jnp.full(1, grad), state)
-  # 4 / 4 and, the scale having been halved, 6 / 2; the step in between was none.
+  # 4 / 4, then no step, then 6 / 2, as the overflow halved the scale.
   np.testing.assert_array_equal(updates, [-2.0])
 
 
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("wrapper", ["master_weights", "stochastic_rounding"])
 def test_all_devices_skip_a_step_that_is_bad_on_one(wrapper, in_place):
-  """The inner optimizer has collectives, which all devices must take part in."""
+  """The inner optimizer has collectives, so either all devices call it or none does."""
   mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
 
   def by_largest(updates, _):

@@ -1,4 +1,4 @@
-"""Stochastic rounding: against a table of all numbers, exact on average, and what it saves."""
+"""Stochastic rounding: equal to a table of all numbers, exact on average, and smaller in memory."""
 
 import functools
 
@@ -22,14 +22,14 @@ def rounded(key, x, dtype):
 
 
 def all_numbers(dtype):
-  """Every number of a dtype, but float32's subnormal ones, which XLA takes for zero on CPUs."""
+  """Every number of a dtype that is not subnormal in float32; XLA on CPUs flushes these to zero."""
   numbers = np.arange(2**16, dtype=np.uint16).view(DTYPES[dtype])
-  wide = np.abs(numbers.astype(np.float32))
-  return numbers[~(wide < np.finfo(np.float32).smallest_normal) | (wide == 0)]
+  magnitudes = np.abs(numbers.astype(np.float32))
+  return numbers[~(magnitudes < np.finfo(np.float32).smallest_normal) | (magnitudes == 0)]
 
 
 def by_table(x, noise, dtype):
-  """The neighbours from a sorted table, chosen in float64."""
+  """Rounds by a sorted table of all numbers, in float64."""
   numbers = all_numbers(dtype).astype(np.float32)
   numbers = np.unique(np.abs(numbers[np.isfinite(numbers)])).astype(np.float64)
   magnitude = np.minimum(np.abs(x.astype(np.float64)), numbers[-1])
@@ -85,7 +85,7 @@ def test_the_mean_error_is_zero(dtype, scale):
 
 
 def train(tx, params, gradients, steps, state=None):
-  """Params and state after some steps, by `update` under jit."""
+  """Returns params and state after some steps of `update` under jit."""
 
   @jax.jit
   def step(params, state):
@@ -127,7 +127,7 @@ def test_takes_four_bytes_a_param_less_than_masters():
 
 @both_dtypes
 def test_applied_updates_are_exactly_the_rounded_params(dtype):
-  """Up to how far a weight shrinks in one step; infinite weights stay."""
+  """Weights may shrink by the documented factor in one step; infinite weights stay."""
   rng = np.random.default_rng(0)
   farthest = {"bfloat16": 15, "float16": 12}[dtype]
   params = (rng.choice([-1, 1], 20_000) * rng.uniform(1, 2, 20_000)).astype(DTYPES[dtype])
@@ -185,11 +185,12 @@ def test_sharded_params_are_rounded_as_on_one_device_and_not_gathered():
   step = jax.jit(functools.partial(optax_boost.apply_gradients, tx))
   grads = jax.random.normal(jax.random.key(1), params.shape)
   alone, _ = step(grads, tx.init(params), params)
-  parts = jax.device_put((grads, params), sharding)
-  program = step.lower(parts[0], tx.init(parts[1]), parts[1]).compile()
-  apart, _ = program(parts[0], tx.init(parts[1]), parts[1])
-  assert apart.sharding.is_equivalent_to(sharding, 2)
-  np.testing.assert_array_equal(alone, apart)
+  sharded_grads, sharded_params = jax.device_put((grads, params), sharding)
+  state = tx.init(sharded_params)
+  program = step.lower(sharded_grads, state, sharded_params).compile()
+  sharded, _ = program(sharded_grads, state, sharded_params)
+  assert sharded.sharding.is_equivalent_to(sharding, 2)
+  np.testing.assert_array_equal(alone, sharded)
   for collective in ("all-gather", "all-to-all", "collective-permute"):
     assert collective not in program.as_text()
 

@@ -1,4 +1,4 @@
-"""Steps whose gradient is far longer than the gradients before it are skipped."""
+"""Steps whose gradient norm is far above the norms before it are skipped."""
 
 import jax
 import jax.numpy as jnp
@@ -12,21 +12,21 @@ FACTOR, DECAY, START = 3.0, 0.5, 2
 
 
 def spikes(norms):
-  """In NumPy: which of some norms are spikes."""
+  """For each norm, whether its step is skipped, computed in NumPy."""
   total = weight = 0.0
-  count, found = 0, []
+  count, skipped = 0, []
   for norm in norms:
     limit = FACTOR * total / weight if weight else np.inf
     is_spike = bool(count >= START and np.isfinite(norm) and norm > limit)
-    found.append(is_spike or not np.isfinite(norm))
+    skipped.append(is_spike or not np.isfinite(norm))
     if np.isfinite(norm) and norm > 0:
       total, weight = DECAY * total + min(norm, limit if is_spike else norm), DECAY * weight + 1
       count += 1
-  return found
+  return skipped
 
 
 def run(norms, tx=None, dtype="float32", scale=1.0):
-  """Whether each step is skipped, and the last state; the gradients have these norms."""
+  """Returns for gradients of these norms whether each step is skipped, and the last state."""
   if tx is None:
     tx = optax_boost.skip_spikes(optax.sgd(1.0), FACTOR, DECAY, start=START)
   params = {"a": jnp.zeros(2, dtype), "b": jnp.zeros(2, dtype)}
@@ -85,7 +85,7 @@ def test_with_a_loss_scale_the_norm_is_taken_of_the_unscaled_gradient(around):
     _, state = tx.update(jnp.array([norm, 0.0]) * scale, state, params)
     counts.append(int(optax.tree.get(state, "spike_count")))
   assert counts == [0, 0, 0, 1, 1, 1, 1]
-  # The overflow is the scale's.
+  # The loss scale, not `skip_spikes`, counts the overflow.
   assert optax.tree.get(state, "loss_scale") == 4.0
   assert optax.tree.get(state, "notfinite_count") == 1
 
@@ -121,7 +121,7 @@ def test_inside_shard_map_all_devices_skip_the_same_steps():
     )
   )
   state = tx.init(params)
-  # The second device alone has the long gradient.
+  # Only the second device has a long gradient.
   for grads in ([[3.0, 4.0], [3.0, 4.0]], [[3.0, 4.0], [300.0, 400.0]]):
     updates, state = run_step(jnp.array(grads), state)
   assert not np.any(updates)

@@ -19,17 +19,18 @@ from optax_boost._wrappers._precision import _rounding
 class _Float32Optimizer:
   """The checked arguments of a factory.
 
-  The state has a field `master_params` if masters are kept. Otherwise each step widens the params.
+  If `state_type` has a field `master_params`, the params in float32 are kept there. Otherwise each
+  step casts the params.
   """
 
   method: str
-  state_type: Any
+  state_type: type[Any]
   inner: optax.GradientTransformationExtraArgs
   key: jax.Array | None  # None: round to nearest
   axis_name: _types.AxisName | None
   checks_updates: bool
 
-  def init(self, params: optax.Params) -> Any:
+  def init(self, params: optax.Params) -> optax.OptState:
     float32_params = _arrays.copy_arrays(params, _arrays.accumulator_dtype)
     fields: dict[str, Any] = {
       "count": jnp.zeros([], jnp.int32),
@@ -44,46 +45,56 @@ class _Float32Optimizer:
       fields["master_params"] = _arrays.copy_arrays(float32_params)
     return self.state_type(**fields)
 
-  def before(self, call: _driver.Call, state: Any) -> tuple[_driver.Call, Any, Any]:
+  def before(
+    self, call: _driver.Call, state: optax.OptState
+  ) -> tuple[_driver.Call, optax.OptState, _types.BoolScalar]:
     params = call.params
 
-    def gradients() -> tuple[optax.Updates, dict[str, Any]]:
+    def gradients() -> tuple[optax.Updates, _types.ExtraArgs]:
       return _inner_arguments(*call.gradients(), params)
 
     makes_step: _types.Condition = True
-    finite = jnp.asarray(True)
+    is_finite = jnp.asarray(True)
     # If the result is checked, `inner` may handle gradients that are not finite. A loss scale
-    # inside must see every overflow: it skips these steps itself.
+    # inside must see every overflow, and skips these steps itself.
     unseen = _protocol.unseen_by_scale(state.inner_state, call.gradients()[0])
     if unseen and not self.checks_updates:
-      makes_step = finite = call.passes(
+      makes_step = is_finite = call.passes(
         lambda: self._on_all_devices(_finiteness.all_finite(unseen))
       )
     stored_params = call.stored_params, getattr(state, "master_params", None)
     plan = self._plan(call.plan, state)
-    return _driver.Call(gradients, stored_params, makes_step, plan), state, finite
+    return _driver.Call(gradients, stored_params, makes_step, plan), state, is_finite
 
   def after(
-    self, call: _driver.Call, outcome: _driver.Outcome, state: Any, finite: jax.Array
-  ) -> tuple[Any, Any]:
+    self,
+    call: _driver.Call,
+    outcome: _driver.Outcome,
+    state: optax.OptState,
+    is_finite: _types.BoolScalar,
+  ) -> tuple[Any, optax.OptState]:
     result, masters = outcome.result
     if not call.plan.applies_updates:
       result = _difference(result, call.stored_params)
     new_masters = {} if masters is None else {"master_params": masters}
     return result, state._replace(
       count=_arrays.increment_if(outcome.made, state.count),
-      notfinite_count=_arrays.increment_if(~finite | outcome.failed_check, state.notfinite_count),
+      notfinite_count=_arrays.increment_if(
+        ~is_finite | outcome.failed_check, state.notfinite_count
+      ),
       **new_masters,
     )
 
-  def _plan(self, outer: _driver.StepPlan, state: Any) -> _driver.StepPlan:
+  def _plan(self, outer: _driver.StepPlan, state: optax.OptState) -> _driver.StepPlan:
     """The plan of a step in float32. Its stored params are a pair: the outer ones, and masters."""
 
-    def read(stored: Any) -> optax.Params:
+    def read(stored: _driver.StoredParams) -> optax.Params:
       params, masters = outer.access.read(stored[0]), stored[1]
       return _widen(params) if masters is None else self._follow(masters, params)
 
-    def write(stored: Any, new: optax.Params, old: optax.Params) -> Any:
+    def write(
+      stored: _driver.StoredParams, new: optax.Params, old: optax.Params
+    ) -> _driver.StoredParams:
       params = outer.access.read(stored[0])
       key = self._step_key(state)
       rounded = _rounding.round_like(new, params, key)
@@ -94,28 +105,28 @@ class _Float32Optimizer:
         )
       return outer.access.write(stored[0], rounded, params), None if stored[1] is None else new
 
-    def read_new(stored: Any) -> optax.Params:
+    def read_new(stored: _driver.StoredParams) -> optax.Params:
       return _widen(outer.access.read_new(stored[0])) if stored[1] is None else stored[1]
 
     access = _driver.ParamsAccess(read, write, read_new)
     plan = dataclasses.replace(outer, applies_updates=True, cast_updates=None, access=access)
     return plan.with_check(self._on_all_devices) if self.checks_updates else plan
 
-  def _on_all_devices(self, flag: jax.Array) -> jax.Array:
-    """Whether a flag holds on all devices, so that all run the inner collectives, or none does."""
+  def _on_all_devices(self, flag: _types.BoolScalar) -> _types.BoolScalar:
+    """Whether a flag holds on all devices, so that all run the inner collectives or none does."""
     return _mesh_axes.on_all_devices(flag, self.axis_name, self.method)
 
-  def _step_key(self, state: Any) -> jax.Array | None:
+  def _step_key(self, state: optax.OptState) -> jax.Array | None:
     if self.key is None or state.key is None:
       return None
     key = jax.random.wrap_key_data(state.key, impl=jax.random.key_impl(self.key))
     return jax.random.fold_in(key, state.count)
 
   def _follow(self, masters: optax.Params, params: optax.Params) -> optax.Params:
-    """The masters, replaced by params that were changed since the last step.
+    """The masters, with params in place of masters where a param was changed since the last step.
 
-    A param was changed if it is not the rounding of its master: to nearest, or with a key to one of
-    the two neighbours.
+    A param was changed if its master can't have been rounded to it: to nearest, or if there is a
+    key to one of the two neighbours.
     """
 
     def follow(m: jax.Array, p: jax.Array) -> jax.Array:
@@ -134,9 +145,9 @@ class _Float32Optimizer:
 
 def make_wrapper(
   method: str,
-  state_type: Any,
+  state_type: type[Any],
   inner: optax.GradientTransformation,
-  key: Any,
+  key: jax.Array | int | None,
   axis_name: _types.AxisName | None,
   check: str,
 ) -> optax.GradientTransformationExtraArgs:
@@ -154,7 +165,7 @@ def make_wrapper(
   return _transformation.wrapper(method, state_type, wrapper, needs_params=True, keeps="rounding")
 
 
-def _widen(tree: Any) -> Any:
+def _widen(tree: _types.SameTree) -> _types.SameTree:
   """Casts the leaves of a tree to at least float32."""
   return jax.tree.map(_arrays.widen, tree)
 
@@ -164,11 +175,11 @@ _CLOSURES = ("value_fn", "obj_fn", "grad_fn", "full_grad_fn")
 
 
 def _inner_arguments(
-  updates: optax.Updates, extra_args: dict[str, Any], params: optax.Params
-) -> tuple[optax.Updates, dict[str, Any]]:
+  updates: optax.Updates, extra_args: _types.ExtraArgs, params: optax.Params
+) -> tuple[optax.Updates, _types.ExtraArgs]:
   """The gradients and extra arguments in float32, as the inner optimizer gets them."""
 
-  def full_gradient(*args: Any, **kwargs: Any) -> Any:
+  def full_gradient(*args: Any, **kwargs: Any) -> optax.Updates:
     return _widen(_masks.mask_like(extra_args["full_grad_fn"](*args, **kwargs), updates))
 
   # `inner` calls these functions with float32 params; the model computes in its own dtype.
@@ -181,7 +192,7 @@ def _inner_arguments(
   return _extra_args.map_gradients(_widen, updates, extra)
 
 
-def _cast_params_first(function: Any, params: optax.Params) -> Any:
+def _cast_params_first(function: _types.Closure, params: optax.Params) -> _types.Closure:
   """A function of float32 params: casts them to the dtypes of `params`, then calls `function`."""
 
   def cast(x: Any, p: Any) -> Any:

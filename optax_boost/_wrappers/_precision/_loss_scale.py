@@ -1,12 +1,12 @@
 """Dynamic loss scaling, which keeps small gradients from vanishing in float16.
 
-The loss is multiplied by a scale s before it is differentiated, and the gradients are divided by
-it afterwards, in float32: cast back to float16, they would vanish after all. So the inner
-optimizer works in at least float32, its state included. s follows the overflows:
+The loss is multiplied by a scale s before it is differentiated, and the gradients are divided by s
+afterwards, in float32: cast back to float16, they would vanish after all. So the inner optimizer
+and its state are in at least float32. The scale follows the overflows:
 
-  overflow             no step is made; from the h-th overflow since s last grew on:
-                       s <- max(s * backoff, minimum)
-  n steps without one  s <- min(s * growth, maximum)
+  overflow                    the step is skipped; from the h-th overflow on since s last grew,
+                              s <- max(s * backoff, minimum)
+  n steps without overflow    s <- min(s * growth, maximum)
 
 Sources: MindSpore's ``DynamicLossScaleUpdateCell``; the hysteresis h is from Megatron's
 ``DynamicGradScaler``.
@@ -29,29 +29,29 @@ _METHOD = "dynamic_loss_scale"
 
 
 def _next_scale(
-  scale: jax.Array,
-  count: jax.Array,
-  overflows: jax.Array,
-  finite: jax.Array,
+  scale: _types.FloatScalar,
+  growth_count: _types.IntScalar,
+  hysteresis_count: _types.IntScalar,
+  is_finite: _types.BoolScalar,
   *,
-  growth_interval: Any,
-  hysteresis: Any,
-  growth_factor: Any,
-  backoff_factor: Any,
-  minimum: Any,
-  maximum: Any,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+  growth_interval: jax.typing.ArrayLike | None,
+  hysteresis: jax.typing.ArrayLike,
+  growth_factor: jax.typing.ArrayLike,
+  backoff_factor: jax.typing.ArrayLike,
+  minimum: jax.typing.ArrayLike,
+  maximum: jax.typing.ArrayLike,
+) -> tuple[_types.FloatScalar, _types.IntScalar, _types.IntScalar]:
   """The scale, its growth count and its hysteresis count after a step."""
   if growth_interval is None:
-    return scale, count, overflows
-  overflows = _arrays.increment_if(~finite, overflows)
-  grows = finite & (count + 1 >= growth_interval)
-  grown = jnp.minimum(scale * jnp.float32(growth_factor), jnp.float32(maximum))
-  shrunk = jnp.maximum(scale * jnp.float32(backoff_factor), jnp.float32(minimum))
-  shrinks = ~finite & (overflows >= hysteresis)
-  scale = jnp.where(grows, grown, jnp.where(shrinks, shrunk, scale))
-  count = jnp.where(finite & ~grows, count + 1, 0)
-  return scale, count, jnp.where(grows, 0, overflows)
+    return scale, growth_count, hysteresis_count
+  hysteresis_count = _arrays.increment_if(~is_finite, hysteresis_count)
+  grows = is_finite & (growth_count + 1 >= growth_interval)
+  larger = jnp.minimum(scale * jnp.float32(growth_factor), jnp.float32(maximum))
+  smaller = jnp.maximum(scale * jnp.float32(backoff_factor), jnp.float32(minimum))
+  shrinks = ~is_finite & (hysteresis_count >= hysteresis)
+  scale = jnp.where(grows, larger, jnp.where(shrinks, smaller, scale))
+  growth_count = jnp.where(is_finite & ~grows, growth_count + 1, 0)
+  return scale, growth_count, jnp.where(grows, 0, hysteresis_count)
 
 
 @_protocol.declares(
@@ -65,24 +65,23 @@ class DynamicLossScaleState(NamedTuple):
 
   Attributes:
     loss_scale: scalar float32, the factor of the next loss.
-    growth_count: scalar int32, the steps without an overflow since the last one, or since the scale
-      last grew.
+    growth_count: scalar int32, the steps since the last overflow, or since the scale last grew.
     hysteresis_count: scalar int32, overflows since the scale last grew.
-    notfinite_count: scalar int32, steps that were not made since a gradient was not finite, or with
-      ``check="updates"`` since a param or the inner state would not have been.
+    notfinite_count: scalar int32, steps that were skipped since a gradient was not finite, or with
+      ``check="updates"`` since a param or the inner state would not have been finite.
     hidden: the paths of leaves that ``optax.masked`` hides from the method, without arrays. The
-      train step takes the scale off their gradients.
+      train step divides the gradients of these leaves by the scale.
     inner_state: the inner optimizer's state.
     made: scalar bool, whether the last call made a step.
   """
 
-  loss_scale: jax.Array
-  growth_count: jax.Array
-  hysteresis_count: jax.Array
-  notfinite_count: jax.Array
+  loss_scale: _types.FloatScalar
+  growth_count: _types.IntScalar
+  hysteresis_count: _types.IntScalar
+  notfinite_count: _types.IntScalar
   hidden: dict[str, optax.MaskedNode]
   inner_state: optax.OptState
-  made: jax.Array
+  made: _types.BoolScalar
 
 
 def dynamic_loss_scale(
@@ -95,41 +94,44 @@ def dynamic_loss_scale(
   backoff_factor: jax.typing.ArrayLike = 0.5,
   minimum: jax.typing.ArrayLike = 1.0,
   maximum: jax.typing.ArrayLike = 2.0**24,
-  axis_name: str | tuple[str, ...] | None = None,
+  axis_name: _types.AxisName | None = None,
   check: Literal["gradients", "updates"] = "gradients",
 ) -> optax.GradientTransformationExtraArgs:
   r"""Unscales the gradients of a scaled loss, and skips the steps that overflowed.
 
-  The loss must be multiplied by the state's `loss_scale` before it is differentiated:
-  :func:`make_train_step` does it; by hand, read ``optax.tree.get(opt_state, "loss_scale")``.
+  The loss must be multiplied by the state's `loss_scale` before it is differentiated.
+  :func:`make_train_step` does so; in your own loop, read
+  ``optax.tree.get(opt_state, "loss_scale")``.
 
-  A step whose unscaled gradients are not finite changes the scale and the counters only. Inside
-  ``optax.partition`` and ``optax.masked`` :func:`make_train_step` takes the scale off the gradients
-  of the other leaves.
+  A step whose unscaled gradients are not finite changes only the scale and the counters. If the
+  loss scale is inside ``optax.partition`` or ``optax.masked``, :func:`make_train_step` divides the
+  gradients of the other leaves by the scale.
 
   Args:
-    inner: the optimizer; gradients and its state are in at least float32. For float16 params put
-      :func:`master_weights` around the whole: ``master_weights(dynamic_loss_scale(inner))``.
+    inner: the optimizer. Its gradients and its state are in at least float32. For float16 params
+      put :func:`master_weights` around: ``master_weights(dynamic_loss_scale(inner))``.
     initial_scale: the first scale, between `minimum` and `maximum`.
     growth_interval: steps without an overflow before the scale grows; raising it risks fewer
-      overflows and adapts more slowly. None: a static scale; overflows are skipped all the same.
-    hysteresis: which overflow since the scale last grew is the first to shrink it; raising it
-      tolerates rare overflows that a smaller scale would not prevent.
+      overflows and adapts more slowly. None: a static scale; steps that overflow are still skipped.
+    hysteresis: the number of overflows, since the scale last grew, that it takes to shrink the
+      scale; raising it tolerates rare overflows that a smaller scale would not prevent.
     growth_factor: factor of the scale when it grows, at least 1.
     backoff_factor: factor of the scale after an overflow, below 1.
     minimum: floor of the scale.
     maximum: cap of the scale.
-    axis_name: inside ``shard_map``, the mesh axes over which the gradients differ: one device's
-      overflow then counts for all.
-    check: ``"gradients"`` skips a step whose gradients are not finite. A NaN that `inner` makes of
-      finite gradients, as ``optax.adam(eps=0)`` does, goes into params and state; the next
-      gradients are NaN, so that steps are skipped and counted. ``"updates"`` computes each step
-      once more, ahead, and skips one whose result would not be finite, for more time.
+    axis_name: inside ``shard_map``, the mesh axes over which gradients or params differ, so that
+      either all devices make a step or none does. Without it, a bad gradient on one device
+      deadlocks a program whose inner optimizer has collectives. Not needed under ``jit``.
+    check: ``"gradients"`` skips a step whose gradients are not finite. If `inner` makes a NaN from
+      finite gradients, as ``optax.adam(eps=0)`` does, the NaN goes into params and state; then all
+      gradients are NaN, and all steps are skipped and counted. ``"updates"`` also skips a step
+      whose new params or state would not be finite; it computes each step twice, which takes more
+      time.
 
   Returns:
-    An :class:`optax.GradientTransformationExtraArgs`. The extra arguments `grad` and `grad_fn` are
-    unscaled for `inner`; `value` and `value_fn` are of the loss itself. Updates have the dtype of
-    gradients and params together; if `inner` is :func:`master_weights` or
+    An :class:`optax.GradientTransformationExtraArgs`. `inner` gets the extra arguments `grad` and
+    `grad_fn` unscaled; `value` and `value_fn` are those of the unscaled loss. Updates have the
+    promoted dtype of gradients and params; if `inner` is :func:`master_weights` or
     :func:`stochastic_rounding`, they stay float32.
 
   Examples:
@@ -168,14 +170,16 @@ def dynamic_loss_scale(
     minimum=minimum,
     maximum=maximum,
   )
-  known = _checks.concrete_number(maximum)
-  largest = math.inf if known is None else float(known)
+  concrete_maximum = _checks.concrete_number(maximum)
+  largest = math.inf if concrete_maximum is None else float(concrete_maximum)
   method = _LossScale(inner, initial_scale, largest, next_scale, axis_name, check == "updates")
   return _transformation.wrapper(_METHOD, DynamicLossScaleState, method, changes="half")
 
 
-def _check_scales(minimum: Any, initial_scale: Any, maximum: Any) -> None:
-  """Checks the first scale, its floor and its cap: float32 numbers in this order."""
+def _check_scales(
+  minimum: jax.typing.ArrayLike, initial_scale: jax.typing.ArrayLike, maximum: jax.typing.ArrayLike
+) -> None:
+  """Raises unless the scales are float32 numbers in this order."""
   scales = {"minimum": minimum, "initial_scale": initial_scale, "maximum": maximum}
   for name, value in scales.items():
     # NumPy prints the largest float32 as 3.4028235e38, which is rounded up.
@@ -195,10 +199,10 @@ class _LossScale:
   """The checked arguments of :func:`dynamic_loss_scale`."""
 
   inner: optax.GradientTransformationExtraArgs
-  initial_scale: Any
-  largest: float  # the cap of the scale; infinity if it is traced
-  next_scale: Callable[..., tuple[jax.Array, jax.Array, jax.Array]]
-  axis_name: str | tuple[str, ...] | None
+  initial_scale: jax.typing.ArrayLike
+  largest: float  # the argument `maximum`; infinity if it is traced
+  next_scale: Callable[..., tuple[_types.FloatScalar, _types.IntScalar, _types.IntScalar]]
+  axis_name: _types.AxisName | None
   checks_updates: bool
 
   def init(self, params: optax.Params) -> DynamicLossScaleState:
@@ -214,64 +218,65 @@ class _LossScale:
 
   def before(
     self, call: _driver.Call, state: DynamicLossScaleState
-  ) -> tuple[_driver.Call, DynamicLossScaleState, jax.Array]:
-    divide = functools.partial(self._unscale, state.loss_scale)
+  ) -> tuple[_driver.Call, DynamicLossScaleState, _types.BoolScalar]:
+    unscale = functools.partial(self._unscale, state.loss_scale)
 
-    def unscaled() -> tuple[optax.Updates, dict[str, Any]]:
-      return _extra_args.map_gradients(divide, *call.gradients())
+    def unscaled_gradients() -> tuple[optax.Updates, _types.ExtraArgs]:
+      return _extra_args.map_gradients(unscale, *call.gradients())
 
-    def are_finite() -> jax.Array:
+    def are_finite() -> _types.BoolScalar:
       grads, _ = call.gradients()
-      return self._on_all_devices(_finiteness.all_finite(grads, state.loss_scale, divide))
+      return self._on_all_devices(_finiteness.all_finite(grads, state.loss_scale, unscale))
 
-    finite = call.passes(are_finite)
-    makes_step: _types.Condition = finite
+    is_finite = call.passes(are_finite)
+    makes_step: _types.Condition = is_finite
     # A loss scale inside must see every overflow, or it would never shrink.
     if _protocol.is_requested(state.inner_state, _protocol.LOSS_SCALE):
       unseen = _protocol.unseen_by_scale(state.inner_state, call.gradients()[0])
       makes_step = self._on_all_devices(_finiteness.all_finite(unseen)) if unseen else True
-    scale, count, overflows = self.next_scale(
-      state.loss_scale, state.growth_count, state.hysteresis_count, finite
+    scale, growth_count, hysteresis_count = self.next_scale(
+      state.loss_scale, state.growth_count, state.hysteresis_count, is_finite
     )
-    new_state = state._replace(loss_scale=scale, growth_count=count, hysteresis_count=overflows)
+    new_state = state._replace(
+      loss_scale=scale, growth_count=growth_count, hysteresis_count=hysteresis_count
+    )
     inner_call = call._replace(
-      gradients=unscaled, makes_step=makes_step, plan=self._plan(call, state)
+      gradients=unscaled_gradients, makes_step=makes_step, plan=self._plan(call)
     )
-    return inner_call, new_state, finite
+    return inner_call, new_state, is_finite
 
   def after(
     self,
     call: _driver.Call,
     outcome: _driver.Outcome,
     state: DynamicLossScaleState,
-    finite: jax.Array,
+    is_finite: _types.BoolScalar,
   ) -> tuple[Any, DynamicLossScaleState]:
-    bad = ~finite | outcome.failed_check
     return outcome.result, state._replace(
-      notfinite_count=_arrays.increment_if(bad, state.notfinite_count)
+      notfinite_count=_arrays.increment_if(~is_finite | outcome.failed_check, state.notfinite_count)
     )
 
-  def _plan(self, call: _driver.Call, state: DynamicLossScaleState) -> _driver.StepPlan:
+  def _plan(self, call: _driver.Call) -> _driver.StepPlan:
     plan = call.plan
     if self.checks_updates:
       plan = plan.with_check(self._on_all_devices)
-    # Inside another loss scale gradients are float32 already; the outer one casts the updates.
+    # Inside another loss scale gradients are float32 already; the outer scale casts the updates.
     if plan.cast_updates is None:
       plan = dataclasses.replace(plan, cast_updates=_cast_to(call.gradients()[0], call.params))
     return plan
 
-  def _on_all_devices(self, flag: jax.Array) -> jax.Array:
+  def _on_all_devices(self, flag: _types.BoolScalar) -> _types.BoolScalar:
     return _mesh_axes.on_all_devices(flag, self.axis_name, _METHOD)
 
-  def _unscale(self, scale: jax.Array, grads: optax.Updates) -> optax.Updates:
-    """Gradients without the scale, in at least float32."""
+  def _unscale(self, scale: _types.FloatScalar, grads: optax.Updates) -> optax.Updates:
+    """Divides gradients by the scale, in at least float32."""
     return jax.tree.map(lambda g: _arrays.divide(_arrays.widen(g), scale, self.largest), grads)
 
 
 def _cast_to(
   grads: optax.Updates, params: optax.Params | None
 ) -> Callable[[optax.Updates], optax.Updates]:
-  """Casts updates to the promoted dtype of gradient and param, as if there were no loss scale."""
+  """A function that casts updates to the promoted dtype of their gradient and param."""
   like = grads if params is None else params
 
   def cast(update: jax.Array, grad: jax.Array, param: jax.Array) -> jax.Array:

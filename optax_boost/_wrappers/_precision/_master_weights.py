@@ -1,6 +1,7 @@
-"""Master weights: small updates vanish in half precision (1 + 1e-4 is 1 in float16).
+"""Master weights: float32 masters of half-precision params.
 
-So the weights that training moves are float32 masters, and the model's params are their rounding.
+Small updates vanish in half precision: 1 + 1e-4 is 1 in float16. So training moves the masters, and
+the model's params are the rounded masters.
 
 Source: Micikevicius et al., "Mixed Precision Training", arXiv:1710.03740; MXNet's
 `multi_precision`.
@@ -12,6 +13,7 @@ import jax
 import optax
 
 from optax_boost._form import _protocol
+from optax_boost._foundation import _types
 from optax_boost._wrappers._precision import _float32_optimizer
 
 
@@ -24,54 +26,49 @@ class MasterWeightsState(NamedTuple):
   Attributes:
     master_params: tree of the params' structure, the weights in at least float32.
     count: scalar int32, steps made.
-    notfinite_count: scalar int32, steps that were not made since a gradient was not finite, or with
-      ``check="updates"`` since a master or the inner state would not have been.
+    notfinite_count: scalar int32, steps that were skipped since a gradient was not finite, or with
+      ``check="updates"`` since a master or the inner state would not have been finite.
     key: raw key data of the generator for stochastic rounding, or None.
-    inner_state: the inner optimizer's state, of the masters.
+    inner_state: the inner optimizer's state, made from the masters.
     made: scalar bool, whether the last call made a step.
   """
 
   master_params: optax.Params
-  count: jax.Array  # type: ignore[assignment]  # tuples have a method of this name
-  notfinite_count: jax.Array
+  count: _types.IntScalar  # type: ignore[assignment]  # tuples have a method of this name
+  notfinite_count: _types.IntScalar
   key: jax.Array | None
   inner_state: optax.OptState
-  made: jax.Array
+  made: _types.BoolScalar
 
 
 def master_weights(
   inner: optax.GradientTransformation,
   *,
   key: jax.Array | int | None = None,
-  axis_name: str | tuple[str, ...] | None = None,
+  axis_name: _types.AxisName | None = None,
   check: Literal["gradients", "updates"] = "gradients",
 ) -> optax.GradientTransformationExtraArgs:
-  r"""Trains float32 masters of half-precision params; the params are always their rounding.
+  r"""Trains float32 masters of half-precision params; the params are the rounded masters.
 
-  The inner optimizer sees the masters as its params, and the gradients in float32. Its updates
-  move the masters; the returned updates move the params to the masters' rounding.
+  The inner optimizer gets the masters as its params, and the gradients in float32. Its updates
+  move the masters; the returned updates move the params to the rounded masters.
 
   A step whose gradients are not finite changes nothing and is counted. A master beyond the range
-  of the params' dtype is rounded to the range's end. If a param is changed between two steps (by
-  ``optax.lookahead`` or a projection), its master is set to it.
+  of the params' dtype is rounded to the end of the range. If a param was changed between two steps
+  (by ``optax.lookahead`` or a projection), its master is set to the param.
 
   Args:
     inner: the optimizer of the masters.
     key: a key of ``jax.random.key`` or a seed, for stochastic rounding, whose error is zero on
       average; None: round to nearest. The masters are exact either way.
-    axis_name: inside ``shard_map``, the mesh axes over which gradients or params differ, so that
-      all devices make a step or none does. Without it, a bad gradient on one device deadlocks a
-      program whose inner optimizer has collectives. Not needed under ``jit``.
-    check: ``"gradients"`` skips a step whose gradients are not finite. A NaN that `inner` makes of
-      finite gradients, as ``optax.adam(eps=0)`` does, goes into masters and state; the next
-      gradients are NaN, so that steps are skipped and counted. ``"updates"`` computes each step
-      once more, ahead, and skips one whose result would not be finite, for more time.
+    axis_name: as for :func:`dynamic_loss_scale`.
+    check: as for :func:`dynamic_loss_scale`.
 
   Returns:
     An :class:`optax.GradientTransformationExtraArgs` that needs `params`. Updates are float32
-    (float64 for float64 params): ``optax.apply_updates`` adds them in float32 and rounds once,
-    exactly to the masters' rounding unless a weight shrinks 4,096-fold in one step; then the master
-    follows the param. Wrappers of optax that skip steps go inside, as in
+    (float64 for float64 params): ``optax.apply_updates`` adds them in float32 and rounds once. The
+    result is the rounded master, unless a weight shrinks 4,096-fold in one step; then the master is
+    set to the param. Put wrappers of optax that skip steps inside, as in
     ``master_weights(optax.apply_if_finite(inner, 5))``.
 
   Examples:

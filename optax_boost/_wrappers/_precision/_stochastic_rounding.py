@@ -1,7 +1,7 @@
 """Half-precision params without masters: each step rounds them stochastically.
 
 Rounding to nearest loses every update below half the distance to the next number. Stochastic
-rounding rounds up with the probability that makes the mean right, so such updates act on average.
+rounding rounds up with the probability that makes the mean exact, so small updates act on average.
 
 Source: Gupta et al., "Deep Learning with Limited Numerical Precision", arXiv:1502.02551; Zamirai et
 al., "Revisiting BFloat16 Training", arXiv:2010.06192.
@@ -13,7 +13,7 @@ import jax
 import optax
 
 from optax_boost._form import _protocol
-from optax_boost._foundation import _checks
+from optax_boost._foundation import _checks, _types
 from optax_boost._wrappers._precision import _float32_optimizer
 
 
@@ -27,28 +27,28 @@ class StochasticRoundingState(NamedTuple):
 
   Attributes:
     count: scalar int32, steps made.
-    notfinite_count: scalar int32, steps that were not made since a gradient was not finite, or with
-      ``check="updates"`` since a param in float32 or the inner state would not have been.
-    key: raw key data of the generator; each step's key is made of it and `count`.
-    inner_state: the inner optimizer's state, of the params in float32.
+    notfinite_count: scalar int32, steps that were skipped since a gradient was not finite, or with
+      ``check="updates"`` since a param in float32 or the inner state would not have been finite.
+    key: raw key data of the generator; each step's key is made from `key` and `count`.
+    inner_state: the inner optimizer's state, made from the params in float32.
     made: scalar bool, whether the last call made a step.
   """
 
-  count: jax.Array  # type: ignore[assignment]  # tuples have a method of this name
-  notfinite_count: jax.Array
+  count: _types.IntScalar  # type: ignore[assignment]  # tuples have a method of this name
+  notfinite_count: _types.IntScalar
   key: jax.Array
   inner_state: optax.OptState
-  made: jax.Array
+  made: _types.BoolScalar
 
 
 def stochastic_rounding(
   inner: optax.GradientTransformation,
   key: jax.Array | int,
   *,
-  axis_name: str | tuple[str, ...] | None = None,
+  axis_name: _types.AxisName | None = None,
   check: Literal["gradients", "updates"] = "gradients",
 ) -> optax.GradientTransformationExtraArgs:
-  r"""Trains half-precision params without float32 masters, rounded right on average.
+  r"""Trains half-precision params without float32 masters, by rounding that is exact on average.
 
   .. math::
     w \leftarrow R(w + \Delta), \qquad R(x) = \begin{cases}
@@ -56,32 +56,27 @@ def stochastic_rounding(
       x_- & \text{otherwise} \end{cases}
 
   for the update :math:`\Delta` of the inner optimizer and the neighbours :math:`x_- \le x \le x_+`
-  in the params' dtype, so that :math:`E[R(x)] = x`. The inner optimizer sees the params and the
-  gradients in float32, and the sum is made in float32. :func:`master_weights` needs 4 bytes more
-  per param and has no noise.
+  in the params' dtype, so that :math:`E[R(x)] = x`. The inner optimizer gets the params and the
+  gradients in float32, and its updates are added in float32. :func:`master_weights` needs 4 bytes
+  more per param and has no noise.
 
   A step whose gradients are not finite changes nothing and is counted. A param beyond the range of
-  its dtype is rounded to the range's end. Params that are NaN or infinite stay so.
+  its dtype is rounded to the end of the range. Params that are NaN or infinite stay so.
 
   Args:
     inner: the optimizer. Its state is in float32, unless it was told otherwise.
     key: a key of ``jax.random.key`` or a seed. Steps with equal keys and counts round in the same
       way, on one device and sharded.
-    axis_name: inside ``shard_map``, the mesh axes over which gradients or params differ, so that
-      all devices make a step or none does. Without it, a bad gradient on one device deadlocks a
-      program whose inner optimizer has collectives. Not needed under ``jit``.
-    check: ``"gradients"`` skips a step whose gradients are not finite. A NaN that `inner` makes of
-      finite gradients, as ``optax.adam(eps=0)`` does, goes into params and state; the next
-      gradients are NaN, so that steps are skipped and counted. ``"updates"`` computes each step
-      once more, ahead, and skips one whose result would not be finite, for more time.
+    axis_name: as for :func:`dynamic_loss_scale`.
+    check: as for :func:`dynamic_loss_scale`.
 
   Returns:
-    An :class:`optax.GradientTransformationExtraArgs` that needs `params`. Updates are float32
-    (float64 for float64 params): ``optax.apply_updates`` adds them in float32 and rounds once,
-    exactly to the rounded params unless a weight shrinks 32,768-fold in one step (float16:
-    4,096-fold); :func:`apply_gradients` and :func:`make_train_step` write the rounded params.
-    Params in float32 and float64 are not rounded. Wrappers of optax that skip steps go inside, as
-    in ``stochastic_rounding(optax.apply_if_finite(inner, 5), key)``.
+    An :class:`optax.GradientTransformationExtraArgs` that needs `params`. Updates are as for
+    :func:`master_weights`: ``optax.apply_updates`` gives the rounded params, unless a weight
+    shrinks 32,768-fold in one step (float16: 4,096-fold). :func:`apply_gradients` and
+    :func:`make_train_step` always give the rounded params. Params in float32 and float64 are not
+    rounded. Put wrappers of optax that skip steps inside, as in
+    ``stochastic_rounding(optax.apply_if_finite(inner, 5), key)``.
 
   Examples:
     >>> import jax, jax.numpy as jnp, optax, optax_boost
