@@ -1,4 +1,4 @@
-"""BatchNorm statistics and the like of frozen layers, which are not updated."""
+"""Keeps the statistics of frozen layers, such as those of BatchNorm, as they are."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -11,7 +11,7 @@ import optax
 from optax_boost._foundation import _paths, _trees, _types, _warnings
 from optax_boost._trace import _layer_groups
 
-# Of Linen's variables, those that stand for a whole model's.
+# The collections of Linen variables that hold the whole tree of a model's params or statistics.
 _COLLECTIONS = (["params"], ["batch_stats"])
 
 
@@ -20,17 +20,17 @@ def hold_statistics(
   after: _types.Tree,
   params: optax.Params,
   groups: Sequence[_layer_groups.GroupNumber],
-  depth: jax.Array | np.integer,
+  depth: _types.IntScalar | np.integer,
   find_axes: Callable[[], Mapping[int, int]],
-) -> Any:
-  """Takes the floating-point statistics of frozen layers from `before`.
+) -> _types.ModelState:
+  """Replaces the floating-point statistics of frozen layers by those `before` the step.
 
-  A layer's statistics have the path of its params, but for a collection's name in front. Integers
-  (counts of batches or draws) and statistics of layers without params go on. `groups` has the group
-  of each leaf of the params. `find_axes` finds the axes of layers of the statistics `before`, by
-  the number of the leaf.
+  A layer's statistics have the path of its params, apart from the name of a collection in front.
+  Integers (counts of batches or draws) and statistics of layers without params are updated.
+  `groups` has the group of each leaf of the params, and `find_axes` returns, by the index of a leaf
+  of `before`, the axis of the layers that it stacks.
   """
-  # By path: a loss may return other containers than it was given, or further statistics.
+  # Leaves are matched by path: a loss may return other containers, or additional statistics.
   numbered = enumerate(zip(_paths.leaf_paths(before), jax.tree.leaves(before), strict=True))
   old_leaves = {path: (number, leaf) for number, (path, leaf) in numbered}
   if not old_leaves:
@@ -54,7 +54,7 @@ def hold_statistics(
 
   leaves = jax.tree.leaves(after)
   paths, new_modules = _paths.leaf_paths(after), _module_paths(after)
-  # What the loss returns as it got it, as the base weights beside an adapter, is no statistic.
+  # An array that the loss returns unchanged, such as a base weight of an adapter, is no statistic.
   old_ids = {id(leaf) for _, leaf in old_leaves.values()}
   statistics = [
     path for path, x in zip(paths, leaves, strict=True) if _is_inexact(x) and id(x) not in old_ids
@@ -62,8 +62,8 @@ def hold_statistics(
   if statistics and not modules.keys() & new_modules:
     _warnings.warn_no_effect(
       "`hold_frozen_statistics` holds none: no statistics have the path of a layer's params, as"
-      " 'norm/mean' next to 'norm/scale', so frozen layers' statistics go on. Pass"
-      " hold_frozen_statistics=False if that is meant.",
+      " 'norm/mean' next to 'norm/scale'. Pass hold_frozen_statistics=False if statistics of frozen"
+      " layers are to be updated.",
       statistics,
     )
   return _trees.map_with(keep, after, paths, new_modules)
@@ -74,9 +74,10 @@ def _is_inexact(x: _types.Unchecked) -> bool:
 
 
 def _module_paths(tree: _types.Tree) -> list[str]:
-  """The paths of the leaves' modules, without the collections' names in front, if there are any.
+  """The path of each leaf's module, without the name of a collection in front.
 
-  A place in a sequence is not a name: lists of params and of statistics have to be of one length.
+  The path says how long each list is: a module in a list of params and one in a list of statistics
+  are the same only if the lists have the same length.
   """
   lengths: dict[Any, int] = {}
   for path in _paths.leaf_keys(tree, lambda node: not jax.tree.leaves(node)):
@@ -92,6 +93,6 @@ def _module_paths(tree: _types.Tree) -> list[str]:
     return "/".join(texts).split("/") if texts else []
 
   modules = list(map(names, _paths.leaf_keys(tree)))
-  # Where one is a collection of Flax, the others are collections, too.
+  # If one name in front is a collection of Flax, all are.
   first = 1 if any(module[:1] in _COLLECTIONS for module in modules) else 0
   return ["/".join(module[first:]) for module in modules]

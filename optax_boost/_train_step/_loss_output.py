@@ -1,8 +1,7 @@
-"""The forms in which a loss returns its value."""
+"""What a loss may return, brought into one form."""
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from optax_boost._foundation import _types
@@ -10,8 +9,11 @@ from optax_boost._foundation import _types
 
 def split_output(
   output: Any, has_aux: bool, has_model_state: bool
-) -> tuple[jax.Array, tuple[Any, Any]]:
-  """Brings the output of a loss into the form ``loss, (model_state, aux)``."""
+) -> tuple[_types.FloatScalar, tuple[_types.ModelState, Any]]:
+  """Brings the output of a loss into the form ``loss, (model_state, aux)``.
+
+  Raises TypeError if it has another form than the two options say.
+  """
   beside_loss = "(model_state, aux)" if has_aux else "model_state"
   if not has_model_state:
     beside_loss = "aux" if has_aux else ""
@@ -23,10 +25,9 @@ def split_output(
   if has_aux and has_model_state and not _is_pair(second):
     raise TypeError(f"`loss_fn` must return {expected}; got (loss, {_form_of(second)}).")
   if not hasattr(loss, "shape") or jnp.shape(loss) != ():
-    hint = " If it returns aux as well: `make_train_step` takes has_aux=True, `race` takes no aux."
     raise TypeError(
       f"`loss_fn` must return {expected} with a scalar loss; got {_form_of(loss)} as the loss."
-      f" Take the mean over the batch.{'' if has_aux else hint}"
+      " Take the mean over the batch; `make_train_step` takes has_aux=True, `race` takes no aux."
     )
   if not jnp.issubdtype(loss.dtype, jnp.floating):
     raise TypeError(

@@ -1,4 +1,4 @@
-"""Metrics in the form that loggers take."""
+"""``flatten_metrics``: the metrics of a train step in the form that loggers take."""
 
 import jax
 import numpy as np
@@ -12,14 +12,16 @@ def flatten_metrics(
 ) -> dict[str, float | int | bool]:
   """The metrics of a train step as Python numbers by name, for TensorBoard and other loggers.
 
-  A name is the path in `metrics`: an entry of a vector is ``trust_ratio/0``, of the loss's aux
-  ``aux/accuracy``. Arrays of two and more axes are left out. It waits for the step and copies its
-  metrics to the host, all at once: call it outside of ``jit``, every hundredth step, say.
+  A name is the path in `metrics`: the first entry of a vector is called ``trust_ratio/0``, an entry
+  of the loss's aux ``aux/accuracy``. Arrays with two or more axes are left out. The function waits
+  for the step and copies all metrics to the host at once, so call it outside of ``jit``, and not at
+  every step.
 
   Args:
     metrics: what a train step returned.
-    params: the params. With them a vector that has an entry for each leaf, as ``trust_ratio``, is
-      named by the leaves' paths: ``trust_ratio/dense/kernel``. Vectors in aux keep their numbers.
+    params: the params. If they are given, the entries of a vector with one entry for each leaf are
+      named by the leaves' paths, as in ``trust_ratio/dense/kernel``. Vectors in aux keep their
+      numbers.
 
   Returns:
     A flat dictionary of Python numbers.
@@ -45,7 +47,7 @@ def flatten_metrics(
     if value.ndim < 2:
       by_leaf = value.shape == (len(leaves),) and path in metrics and path != "aux"
       names = leaves if by_leaf else [str(i) for i in range(value.size)]
-      # A single number, or a tree that is a leaf itself, adds no name.
+      # A scalar adds nothing to its path, nor does a tree of params that is a single leaf.
       names = [f"{path}/{name}".rstrip("/") for name in names] if value.ndim else [path]
       flat.update(zip(names, value.ravel().tolist(), strict=True))
   return flat

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 import dataclasses
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -13,37 +13,42 @@ from optax_boost._foundation import _extra_args, _masks, _types
 from optax_boost._trace import _frozen_scans
 from optax_boost._train_step import _state_requests, _traced_loss
 
+# From params to the loss and aux.
+LossWithAux: TypeAlias = Callable[[optax.Params], tuple[_types.FloatScalar, Any]]
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Objective:
-  """The loss, and the gradient of it that the optimizer state asks for.
+  """The loss of a step, and the gradient that the optimizer state requests.
 
   Attributes:
-    loss: from params to the loss, and aux: the user's function, or the program traced from it.
-    traced: the program, for layers of a leaf of which some are frozen.
-    scaling: the scale of the loss that is differentiated; None: 1.
-    freezing: the layers without a gradient; None: all have one.
+    loss: from params to ``(loss, aux)``: the user's function, or the program traced from it.
+    traced: the traced program, which computes no gradient for a part of a leaf's layers.
+    scaling: the scale of the loss before it is differentiated. None: no scale.
+    freezing: the layers that get no gradient. None: all get one.
     must_depend: whether it is an error if no gradient reaches the params.
   """
 
-  loss: Callable[[optax.Params], tuple[jax.Array, Any]]
+  loss: LossWithAux
   traced: _traced_loss.TracedLoss
   scaling: _state_requests.ScaleRequest | None
   freezing: _state_requests.FreezeRequest | None
   must_depend: bool = False
 
-  def value_and_grad(self, params: optax.Params) -> tuple[tuple[jax.Array, Any], optax.Updates]:
-    """The loss with aux, and the scaled gradient, zero for frozen leaves and layers."""
+  def value_and_grad(
+    self, params: optax.Params
+  ) -> tuple[tuple[_types.FloatScalar, Any], optax.Updates]:
+    """``(loss, aux)``, and the gradient of the scaled loss: zero for frozen leaves and layers."""
     loss = self._without_frozen_gradients()
-    # A loss may depend, in a step, on layers alone that are frozen in it.
+    # A loss may depend on frozen layers only, so it is checked if none is known to be frozen.
     if self.must_depend and (self.freezing is None or self.freezing.frozen() is None):
-      loss = _depending(loss)
+      loss = _check_dependence(loss)
     if self.scaling is None:
       output, gradients = jax.value_and_grad(loss, has_aux=True)(params)
     else:
       apply_scale = self.scaling.apply
 
-      def scaled(params: optax.Params) -> tuple[jax.Array, Any]:
+      def scaled(params: optax.Params) -> tuple[_types.FloatScalar, Any]:
         value, aux = loss(params)
         return apply_scale(value), (value, aux)
 
@@ -51,47 +56,50 @@ class Objective:
     gradients = steepest_ascent(gradients)
     if self.scaling is not None:
       gradients = self.scaling.unscale_unseen(gradients)
-    # Those of a known depth are zero by now.
+    # If the depth is known, gradients of frozen layers are zero already.
     if self.freezing is not None and self.freezing.frozen() is None:
       gradients = self.freezing.zero_frozen(gradients)
     return output, gradients
 
-  def _without_frozen_gradients(self) -> Callable[[optax.Params], tuple[jax.Array, Any]]:
-    """The loss, with a derivative of zero for leaves and layers that are known to be frozen."""
+  def _without_frozen_gradients(self) -> LossWithAux:
+    """The loss, whose derivative is zero for leaves and layers that are known to be frozen."""
     frozen = None if self.freezing is None else self.freezing.frozen()
     if frozen is None or not any(map(np.any, frozen)):
       return self.loss
-    is_cut = any(np.any(flags) and not np.all(flags) for flags in frozen)
+    freezes_parts = any(np.any(flags) and not np.all(flags) for flags in frozen)
 
-    def loss(params: optax.Params) -> tuple[jax.Array, Any]:
+    def loss(params: optax.Params) -> tuple[_types.FloatScalar, Any]:
       leaves, structure = jax.tree.flatten(params)
-      held = jax.lax.stop_gradient(leaves)
-      cut = list(map(_frozen_scans.in_parts, held, leaves, frozen))
-      if is_cut:
-        return self.traced.run_cut(params, cut)
-      return self.loss(jax.tree.unflatten(structure, cut))
+      stopped = jax.lax.stop_gradient(leaves)
+      leaves = list(map(_frozen_scans.in_parts, stopped, leaves, frozen))
+      if freezes_parts:
+        return self.traced.run_with_leaves(params, leaves)
+      return self.loss(jax.tree.unflatten(structure, leaves))
 
     return loss
 
   def closures(self, current: optax.Params) -> dict[str, _types.Closure]:
-    """The loss and its gradient as extra arguments of ``update``: functions of params."""
+    """The loss and its gradient as functions of params, which are extra arguments of ``update``.
+
+    `current` are the params whose values masked leaves have.
+    """
 
     @_extra_args.ignoring_closures
-    def value_fn(params: optax.Params) -> jax.Array:
+    def value_fn(params: optax.Params) -> _types.FloatScalar:
       return self.loss(_masks.fill_masked(params, current))[0]
 
     grad_fn = accept_masked(lambda params: self.value_and_grad(params)[1], current)
     return {"value_fn": value_fn, "grad_fn": grad_fn, "obj_fn": value_fn}
 
 
-def _depending(
-  loss: Callable[[optax.Params], tuple[jax.Array, Any]],
-) -> Callable[[optax.Params], tuple[jax.Array, Any]]:
-  """The loss, to be differentiated; ValueError if no gradient of it reaches the params."""
+def _check_dependence(
+  loss: LossWithAux,
+) -> LossWithAux:
+  """The same loss, which raises ValueError under ``jax.grad`` if the params don't affect it."""
 
-  def checked(params: optax.Params) -> tuple[jax.Array, Any]:
+  def checked(params: optax.Params) -> tuple[_types.FloatScalar, Any]:
     value, aux = loss(params)
-    # JAX differentiates what it has wrapped as it has wrapped the params.
+    # Under `jax.grad` the params and all that depends on them are tracers of one type.
     if type(value) not in map(type, jax.tree.leaves(params)):
       raise ValueError(
         "`loss_fn` must compute the loss from the params that it is given; no gradient of it"
@@ -104,9 +112,10 @@ def _depending(
 
 
 def steepest_ascent(gradients: _types.SameTree) -> _types.SameTree:
-  """Gradients of ``jax.grad`` as optimizers take them: conjugated where params are complex.
+  """Conjugates the gradients of complex params.
 
-  ``jax.grad`` of a real loss gives the conjugate of the direction in which the loss grows fastest.
+  ``jax.grad`` of a real loss gives the conjugate of the direction in which the loss grows fastest;
+  optimizers take the direction itself.
   """
   return jax.tree.map(lambda g: jnp.conj(g) if jnp.iscomplexobj(g) else g, gradients)
 
@@ -114,9 +123,12 @@ def steepest_ascent(gradients: _types.SameTree) -> _types.SameTree:
 def accept_masked(
   gradient: Callable[[optax.Params], optax.Updates], current: optax.Params
 ) -> _types.Closure:
-  """A gradient function of params in which ``optax.masked`` may have hidden leaves."""
+  """The same gradient function, for params in which ``optax.masked`` may have hidden leaves.
 
-  # Transformations may pass more than params, as `optax.contrib.sam` the number of its inner step.
+  A hidden leaf has its value in `current`, and no gradient.
+  """
+
+  # A transformation may pass more: `optax.contrib.sam` passes the number of its inner step.
   def grad_fn(params: optax.Params, *_: Any) -> optax.Updates:
     return _masks.mask_like(gradient(_masks.fill_masked(params, current)), params)
 

@@ -1,20 +1,24 @@
 """The computation of a train step, which feeds any optax transformation.
 
-Line searches, variance reduction and freezing need more than a gradient. optax passes that as
-extra arguments of ``update``; this module makes them, once, for any chain:
+Line searches, variance reduction and freezing need more than a gradient. optax passes it to
+transformations as extra arguments of ``update``. A step passes these to every transformation:
 
   value, grad        the loss at the current params, and its gradient
-  value_fn(params)   the loss elsewhere, on the same batch, rng and mutable statistics
-  grad_fn(params)    the gradient elsewhere, likewise
-  obj_fn             `value_fn` under the name that ``optax.contrib.sophia`` knows
+  value_fn(params)   the loss at other params, with the same batch, rng and mutable statistics
+  grad_fn(params)    the gradient at other params, with the same batch, rng and statistics
+  obj_fn             `value_fn` under the name that ``optax.contrib.sophia`` takes
   full_grad_fn(params)
-                     the mean gradient over all of the data, where the caller says how
-  model_state        the mutable statistics after the forward pass, for who names the argument
+                     the mean gradient over all of the data, if the user gave a function for it
+  layers             the axes of the layers, which are found only if a method reads them
+  weight             the weight of the batch, if the user named it
+  model_state        the mutable statistics after the forward pass, if a transformation names the
+                     argument
 
-The optimizer state may ask for scaled gradients or for a shorter backward pass
-(:mod:`optax_boost._form._protocol`): `grad` and `grad_fn` are of the scaled loss, the values of the
-loss itself. Closures that no transformation calls cost nothing; their aux and statistics are
-dropped. Leaves that ``optax.masked`` and ``optax.partition`` hide have their current values.
+The optimizer state may request a loss scale or a shorter backward pass
+(:mod:`optax_boost._form._protocol`). `grad` and `grad_fn` then differentiate the scaled loss, while
+`value` and `value_fn` are without the scale. A function that no transformation calls costs nothing;
+aux and statistics that it computes are dropped. Leaves that ``optax.masked`` or ``optax.partition``
+hides have their current values in it.
 """
 
 from collections.abc import Mapping
@@ -47,9 +51,9 @@ from optax_boost._train_step import (
 )
 
 _TRACED_DEPTH = (
-  "`freeze_layers` saves no time in this step: how many groups it freezes is known in the traced"
-  " program only (the train step runs inside your own `jit`, `scan` or `vmap`, or is lowered for"
-  " abstract values). Frozen layers are not updated all the same. Call the train step directly."
+  "`freeze_layers` saves no time in this step, though it updates no frozen layer: how many groups"
+  " are frozen is a traced number, as inside your own `jit`, `scan` or `vmap`. Call the train step"
+  " directly."
 )
 
 _UNUSED_WEIGHT = (
@@ -59,10 +63,17 @@ _UNUSED_WEIGHT = (
 )
 
 
-# Compared and hashed by identity: jit keeps its programs by the bound methods.
+# Programs are compared by identity, since `jax.jit` keeps compiled programs by the bound method.
 @dataclasses.dataclass(frozen=True, eq=False)
 class Program:
-  """The computation of a train step, from the arguments of :func:`make_train_step`."""
+  """The computation of a train step; its fields are the arguments of :func:`make_train_step`.
+
+  Attributes:
+    data: the arrays that `full_grad_fn` binds.
+    warnings_given: the warnings that were given. Each is given once, although the step is traced
+      again for each depth of frozen layers and each shape of a batch.
+    losses_checked: holds True after a step whose loss depended on the params.
+  """
 
   loss_fn: _types.LossFn
   tx: optax.GradientTransformation
@@ -73,15 +84,17 @@ class Program:
   has_model_state: bool
   hold_frozen_statistics: bool
   weight: str | _types.WeightFn | None
-  # Warnings that were given, each once: a step is traced again for each depth and shape of a batch.
   warnings_given: set[str] = dataclasses.field(default_factory=set)
-  # Holds True after a step whose loss depended on the params.
   losses_checked: set[bool] = dataclasses.field(default_factory=set)
 
   def loss(
-    self, params: optax.Params, model_state: _types.Tree, batch: _types.Tree, *rngs: jax.Array
-  ) -> tuple[jax.Array, tuple[Any, Any]]:
-    """The loss, and the new statistics with aux."""
+    self,
+    params: optax.Params,
+    model_state: _types.ModelState,
+    batch: _types.Batch,
+    *rngs: jax.Array,
+  ) -> tuple[_types.FloatScalar, tuple[_types.ModelState, Any]]:
+    """``loss, (model_state, aux)``, with the new statistics."""
     statistics = (model_state,) if self.has_model_state else ()
     output = self.loss_fn(params, *statistics, batch, *rngs)
     if _losses.is_stateful(self.loss_fn):
@@ -91,25 +104,29 @@ class Program:
     return _loss_output.split_output(output, self.has_aux, self.has_model_state)
 
   def gradient(
-    self, model_state: _types.Tree, params: optax.Params, batch: _types.Tree, *rngs: jax.Array
-  ) -> Any:
-    """The gradient of the loss alone, on any batch."""
+    self,
+    model_state: _types.ModelState,
+    params: optax.Params,
+    batch: _types.Batch,
+    *rngs: jax.Array,
+  ) -> optax.Updates:
+    """The gradient of the loss on any batch, without loss scale and frozen layers."""
     gradient = jax.grad(lambda params: self.loss(params, model_state, batch, *rngs)[0])(params)
     return _objective.steepest_ascent(gradient)
 
   def step(
     self,
     state: _train_state.TrainState,
-    batch: _types.Tree,
+    batch: _types.Batch,
     rng: jax.Array | None,
     data: dict[str, _types.Tree],
     depth: int | None = None,
     placement: tuple[jax.sharding.NamedSharding | None, ...] = (),
   ) -> tuple[_train_state.TrainState, _types.Metrics]:
-    """One step.
+    """Makes one step.
 
-    `data` are the arrays of `full_grad_fn`, `depth` the groups frozen, if known, and `placement`
-    the state's.
+    `data` are the arrays of `full_grad_fn`, `depth` is how many groups are frozen, if it is known,
+    and `placement` says how the state is sharded.
     """
     _checks.check_key("rng", rng)
     _state_check.check(self.tx, state.opt_state, state.params)
@@ -122,14 +139,14 @@ class Program:
     )
     if freezing is not None and depth is None:
       self._warn_once(_TRACED_DEPTH)
-    # A method that asks for the layers needs the traced program, which then gives the loss, too.
+    # A method that reads the layers needs the traced program, which then computes the loss as well.
     asks_for_layers = _compositions.names_extra_argument(self.tx, "layers")
     loss = traced if asks_for_layers else lambda params: self.loss(params, *arguments)
-    # Once: the loss of a batch may be a constant.
+    # Only the first loss must depend on the params: that of a later batch may be a constant.
     objective = _objective.Objective(loss, traced, scaling, freezing, not self.losses_checked)
     (value, (model_state, aux)), grad = objective.value_and_grad(state.params)
     self.losses_checked.add(True)
-    # An update starts from the params as the forward pass has left them, as in Flax's loop.
+    # The update starts from the params that the forward pass has written, as in Flax's loop.
     start, model_state = _written_params.take_written_params(state.params, model_state, traced)
     if freezing is not None and self.hold_frozen_statistics:
       model_state = _frozen_statistics.hold_statistics(
@@ -149,7 +166,7 @@ class Program:
     extra["layers"] = _layer_axes.DeferredLayerAxes(traced.layers)
     if self.weight is not None:
       extra["weight"] = self._weight(batch, aux)
-      # A transformation of the user's own may name the argument.
+      # A transformation of the user may take the argument, too.
       is_named = _compositions.names_extra_argument(self.tx, "weight")
       if not (is_named or _protocol.is_requested(state.opt_state, _protocol.WEIGHT_SUM)):
         self._warn_once(_UNUSED_WEIGHT)
@@ -160,7 +177,7 @@ class Program:
     metrics = {"loss": value, **_protocol.read_metrics(opt_state)}
     metrics |= _rejected_batch.skip_metrics(rejected, value)
     if freezing is not None:
-      # Of this step; the new state holds the next one's.
+      # The metric counts the groups frozen in this step; the new state holds the next number.
       metrics["frozen_groups"] = freezing.num_frozen()
     if self.has_aux:
       metrics["aux"] = aux
@@ -171,7 +188,7 @@ class Program:
     new_state = jax.tree.map(_train_state.drop_weak_type, new_state)
     return _state_placement.keep_placement(new_state, state, placement), metrics
 
-  def _weight(self, batch: _types.Tree, aux: Any) -> Any:
+  def _weight(self, batch: _types.Batch, aux: Any) -> jax.typing.ArrayLike:
     """The weight of a batch among the micro-batches of :func:`accumulate`."""
     if callable(self.weight):
       return self.weight(batch)

@@ -1,8 +1,8 @@
-"""One verdict for everything that a step writes.
+"""Undoes what the forward pass wrote if a wrapper leaves its batch out.
 
-A wrapper may leave a batch out: a step that is not made, or a micro-batch that is dropped. Its
-forward pass has written statistics, counts of random numbers and, with some layers, params by then.
-All of these are kept as they were before the step, like the params and the optimizer's state.
+A wrapper leaves a batch out if it skips the step or drops the micro-batch. By then the forward pass
+has written statistics, counts of random numbers and, with some layers, params. The train step keeps
+the old values of all these, as the wrapper keeps the params and the optimizer's state.
 """
 
 from typing import Any
@@ -14,8 +14,8 @@ from optax_boost._form import _finiteness
 from optax_boost._foundation import _paths, _trees, _types
 
 
-def skip_metrics(rejected: Any, loss: jax.Array) -> _types.Metrics:
-  """Whether the batch was left out, and why: for the loss, or for its gradients alone."""
+def skip_metrics(rejected: _types.BoolScalar | None, loss: _types.FloatScalar) -> _types.Metrics:
+  """Metrics that tell whether the batch was left out: for its loss, or for its gradients alone."""
   if rejected is None:
     return {}
   finite = _finiteness.finite_entries(loss)
@@ -25,11 +25,13 @@ def skip_metrics(rejected: Any, loss: jax.Array) -> _types.Metrics:
   }
 
 
-def keep_if_rejected(rejected: Any, before: _types.Tree, after: _types.Tree) -> Any:
-  """The tree after the step, or before it if the batch was left out.
+def keep_if_rejected(
+  rejected: _types.BoolScalar | None, before: _types.Tree, after: _types.SameTree
+) -> _types.SameTree:
+  """The tree after the step, with the leaves before it if the batch was left out.
 
-  By path: a loss may return other containers than it was given, and variables that it has created,
-  which are kept.
+  Leaves are matched by path, since a loss may return other containers. Variables that the forward
+  pass has created stay.
   """
   if rejected is None:
     return after

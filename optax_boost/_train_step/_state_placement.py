@@ -1,4 +1,4 @@
-"""Where the arrays of a train state lie: on one device, or how they are sharded over a mesh."""
+"""On which devices the arrays of a train state lie, before a step and after it."""
 
 import functools
 from typing import Any
@@ -12,11 +12,11 @@ from optax_boost._train_step import _train_state
 
 
 def canonicalize_state(state: _train_state.TrainState) -> _train_state.TrainState:
-  """Makes a fresh state look like the one that a step returns, so that nothing recompiles.
+  """Gives a fresh state the types and placement of a returned one, so the step compiles only once.
 
-  Weak types are removed, and the optimizer state's own arrays are replicated over the mesh of the
-  params, or put on the one device to which an array of the state is committed. An array that occurs
-  twice is copied, as donation demands.
+  Weak types are removed. Arrays that are on no mesh are replicated over the mesh of the params, or
+  put on the device to which an array of the state is committed. An array that occurs twice is
+  copied, since it could not be donated twice.
   """
   leaves = [_train_state.drop_weak_type(leaf) for leaf in jax.tree.leaves(state)]
   shardings = map(_sharding, jax.tree.leaves(state.params))
@@ -25,7 +25,7 @@ def canonicalize_state(state: _train_state.TrainState) -> _train_state.TrainStat
   seen: set[int] = set()
 
   def canonicalize(leaf: jax.Array) -> jax.Array:
-    # Before it is moved: two objects may share one device's part.
+    # The identity is compared before the array is moved: copies on a device may share its memory.
     repeated = id(leaf) in seen
     seen.add(id(leaf))
     if replicated:
@@ -41,27 +41,27 @@ def canonicalize_state(state: _train_state.TrainState) -> _train_state.TrainStat
 
 
 def place_abstract(
-  state: _train_state.TrainState, params: optax.Params, model_state: _types.Tree
+  state: _train_state.TrainState, params: optax.Params, model_state: _types.ModelState
 ) -> _train_state.TrainState:
-  """Gives an abstract state the shardings of the params, as a concrete one has them."""
-  sharding_of_param: dict[str, tuple[Any, Any]] = {
+  """Gives an abstract state the shardings that :func:`canonicalize_state` gives a concrete one."""
+  sharding_of_param: dict[str, tuple[tuple[int, ...] | None, jax.sharding.Sharding | None]] = {
     path: (leaf.shape, _sharding(leaf))
     for path, leaf in zip(_paths.leaf_paths(params), jax.tree.leaves(params), strict=True)
   }
   shardings = [sharding for _, sharding in sharding_of_param.values() if sharding is not None]
   meshes = [sharding.mesh for sharding in shardings if hasattr(sharding, "mesh")]
-  # On all devices of the mesh, or on the one device.
-  everywhere = next(iter(shardings), None)
+  # Arrays without a param of their path are replicated over the mesh, or lie on the one device.
+  replicated: Any = next(iter(shardings), None)
   if meshes:
-    everywhere = jax.sharding.NamedSharding(meshes[0], jax.sharding.PartitionSpec())
+    replicated = jax.sharding.NamedSharding(meshes[0], jax.sharding.PartitionSpec())
 
-  def place(leaf: Any, sharding: Any) -> Any:
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding or everywhere)
+  def place(leaf: Any, sharding: jax.sharding.Sharding | None) -> Any:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding or replicated)
 
-  def place_like(leaf: Any, initial: Any) -> Any:
+  def place_like(leaf: jax.ShapeDtypeStruct, initial: Any) -> jax.ShapeDtypeStruct:
     return place(leaf, _sharding(initial))
 
-  def place_by_path(leaf: Any, path: str) -> Any:
+  def place_by_path(leaf: jax.ShapeDtypeStruct, path: str) -> jax.ShapeDtypeStruct:
     names = path.split("/")
     for start in range(len(names) + 1):
       shape, sharding = sharding_of_param.get("/".join(names[start:]), (None, None))
@@ -78,7 +78,7 @@ def place_abstract(
 
 
 def _sharding(leaf: _types.Unchecked) -> jax.sharding.Sharding | None:
-  """The sharding of an array, or of an abstract one; inside a trace there is none to ask for."""
+  """The sharding of an array or an abstract array. None: a tracer, or no array."""
   return None if isinstance(leaf, jax.core.Tracer) else getattr(leaf, "sharding", None)
 
 
@@ -87,13 +87,13 @@ def _first_sharding(state: _train_state.TrainState) -> jax.sharding.Sharding | N
 
 
 def _is_committed(leaf: _types.Unchecked) -> bool:
-  """Whether an array was put on its devices, not left where it was made."""
+  """Whether an array was put on its devices explicitly, as ``jax.device_put`` does."""
   return not isinstance(leaf, jax.core.Tracer) and getattr(leaf, "committed", False)
 
 
 def commit_like(state: _train_state.TrainState, arguments: _types.Tree) -> _train_state.TrainState:
-  """Puts a state where its step will: on the device, or the mesh, of a committed argument."""
-  # At every step: the cheap question first.
+  """Puts a state on the device or the mesh of a committed argument, where its step will run."""
+  # This runs at every step, so the cheapest test comes first.
   if _is_committed(state.step):
     return state
   if not isinstance(_first_sharding(state), jax.sharding.SingleDeviceSharding):
@@ -101,17 +101,17 @@ def commit_like(state: _train_state.TrainState, arguments: _types.Tree) -> _trai
   for leaf in filter(_is_committed, jax.tree.leaves(arguments)):
     if isinstance(leaf.sharding, jax.sharding.SingleDeviceSharding):
       return jax.tree.map(functools.partial(_put_in_memory, sharding=leaf.sharding), state)
-    # Axes that are Explicit are part of the arrays' types.
+    # Explicit axes are part of the arrays' types, which would change.
     if isinstance(leaf.sharding, jax.sharding.NamedSharding) and _placement.has_auto_axes_only(
       leaf.sharding.mesh
     ):
-      everywhere = jax.sharding.NamedSharding(leaf.sharding.mesh, jax.sharding.PartitionSpec())
-      return jax.tree.map(functools.partial(_put_in_memory, sharding=everywhere), state)
+      replicated = jax.sharding.NamedSharding(leaf.sharding.mesh, jax.sharding.PartitionSpec())
+      return jax.tree.map(functools.partial(_put_in_memory, sharding=replicated), state)
   return state
 
 
 def _put_in_memory(leaf: Any, sharding: jax.sharding.Sharding) -> jax.Array:
-  """Puts a leaf on devices, in the memory that it lies in: a state may be kept on the host."""
+  """Puts a leaf on devices, into the kind of memory it is in: a state may be kept on the host."""
   memory_kind = getattr(_sharding(leaf), "memory_kind", None)
   if memory_kind:
     sharding = sharding.with_memory_kind(memory_kind)
@@ -119,7 +119,10 @@ def _put_in_memory(leaf: Any, sharding: jax.sharding.Sharding) -> jax.Array:
 
 
 def placement(state: _train_state.TrainState) -> tuple[jax.sharding.NamedSharding | None, ...]:
-  """How each array of a state lies on a mesh, where XLA might place it elsewhere after the step."""
+  """The sharding of each array of a state that XLA might change in a step; None for other arrays.
+
+  The tuple is empty if the params lie on one device.
+  """
   first = _first_sharding(state)
   if not isinstance(first, jax.sharding.NamedSharding) or first.mesh.size == 1:
     return ()
@@ -127,18 +130,22 @@ def placement(state: _train_state.TrainState) -> tuple[jax.sharding.NamedShardin
 
 
 def _on_mesh(leaf: Any) -> jax.sharding.NamedSharding | None:
+  """The sharding over a mesh that a step must keep for an array, or None."""
   sharding = _sharding(leaf)
   if not isinstance(sharding, jax.sharding.NamedSharding):
     return None
-  # A key has a layout of its own.
+  # A typed key has a layout of its own.
   return None if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else _constraint(sharding)
 
 
 @functools.cache
 def _constraint(sharding: jax.sharding.NamedSharding) -> jax.sharding.NamedSharding | None:
-  """A sharding as it comes out of a program, without None at the end, where XLA would choose it."""
+  """The sharding in the form that a program returns, or None if XLA can't change it.
+
+  Programs return a ``PartitionSpec`` without None at its end.
+  """
   mesh, spec = sharding.mesh, list(sharding.spec)
-  # Explicit axes are part of the type, and so are places in the memory of the host.
+  # Explicit axes and host memory are part of an array's type, which XLA does not change.
   free = isinstance(mesh, jax.sharding.Mesh) and _placement.has_auto_axes_only(mesh)
   if not free or sharding.memory_kind != mesh.devices.flat[0].default_memory().kind:
     return None
@@ -152,7 +159,7 @@ def keep_placement(
   before: _train_state.TrainState,
   shardings: tuple[jax.sharding.NamedSharding | None, ...],
 ) -> _train_state.TrainState:
-  """Places each array of a step's result as :func:`placement` found it before the step."""
+  """Gives each array of a step's result the sharding that :func:`placement` found before it."""
   structure: Any = jax.tree.structure(state)
   if not shardings or structure != jax.tree.structure(before):
     return state

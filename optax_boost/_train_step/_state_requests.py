@@ -1,4 +1,4 @@
-"""The requests of an optimizer state to the loss: a scale, and layers that are frozen."""
+"""What an optimizer state requests of the loss: a scale, and frozen layers."""
 
 from collections.abc import Sequence
 import dataclasses
@@ -10,7 +10,7 @@ import numpy as np
 import optax
 
 from optax_boost._form import _compositions, _protocol
-from optax_boost._foundation import _arrays, _trees
+from optax_boost._foundation import _arrays, _trees, _types
 from optax_boost._trace import _layer_groups
 
 
@@ -20,18 +20,18 @@ class ScaleRequest:
 
   Attributes:
     scale: scalar float32.
-    seen: whether the method that asks sees each leaf; gradients of the others are not scaled.
+    seen: whether the requesting method sees each leaf. Gradients of other leaves are not scaled.
   """
 
-  scale: jax.Array
+  scale: _types.FloatScalar
   seen: Sequence[bool]
 
-  def apply(self, loss: jax.Array) -> jax.Array:
-    """The scaled loss, in float32: a float16 loss times its scale would overflow."""
+  def apply(self, loss: _types.FloatScalar) -> _types.FloatScalar:
+    """The scaled loss in float32, since a float16 loss times its scale would overflow."""
     return loss.astype(jnp.float32) * self.scale
 
   def unscale_unseen(self, gradients: optax.Updates) -> optax.Updates:
-    """Divides by the scale the gradients that the method does not see."""
+    """Takes the scale out of the gradients of leaves that the method does not see."""
 
     def unscale(g: jax.Array, seen: bool) -> jax.Array:
       return g if seen else (_arrays.widen(g) / self.scale).astype(g.dtype)
@@ -44,26 +44,27 @@ class FreezeRequest:
   """A request not to compute the backward pass of the first groups of layers.
 
   Attributes:
-    groups: the group of each leaf; those that the method does not see are past the last.
-    depth: how many groups are frozen, an int32 of NumPy if the step is compiled for it.
+    groups: the group of each leaf. Leaves that the method does not see have a number past the last
+      group.
+    depth: how many groups are frozen: a NumPy int32 if the step is compiled for this number.
   """
 
   groups: Sequence[_layer_groups.GroupNumber]
-  depth: jax.Array | np.integer
+  depth: _types.IntScalar | np.integer
 
   def frozen(self) -> list[Any] | None:
-    """For each leaf, or each of its layers, whether it is frozen; None for a traced depth."""
+    """Whether each leaf, or each layer of a leaf, is frozen; None if the depth is traced."""
     if not isinstance(self.depth, np.integer):
       return None
     return [group < self.depth for group in self.groups]
 
-  def num_frozen(self) -> jax.Array:
-    """How many groups with a leaf or layer are frozen; scalar int32."""
-    held = np.array(sorted({int(n) for group in self.groups for n in np.ravel(group)}), np.int32)
-    return jnp.sum(held < self.depth, dtype=jnp.int32)
+  def num_frozen(self) -> _types.IntScalar:
+    """How many of the groups that have a leaf or a layer are frozen; scalar int32."""
+    numbers = np.array(sorted({int(n) for group in self.groups for n in np.ravel(group)}), np.int32)
+    return jnp.sum(numbers < self.depth, dtype=jnp.int32)
 
   def zero_frozen(self, gradients: optax.Updates) -> optax.Updates:
-    """Gradients with zeros for frozen leaves and layers."""
+    """Sets the gradients of frozen leaves and layers to zero."""
 
     def zero(g: jax.Array, group: _layer_groups.GroupNumber) -> jax.Array:
       return _layer_groups.select_frozen(self.depth, group, jnp.zeros_like(g), g)
@@ -72,7 +73,7 @@ class FreezeRequest:
 
 
 def scale_request(opt_state: optax.OptState, params: optax.Params) -> ScaleRequest | None:
-  """The loss scale that an optimizer state asks for; ValueError for several."""
+  """The loss scale that an optimizer state requests, or None; raises ValueError for several."""
   state = _protocol.requesting_state(opt_state, _protocol.LOSS_SCALE)
   if state is None:
     return None
@@ -85,10 +86,10 @@ def freeze_request(
   params: optax.Params,
   depth: int | None,
 ) -> tuple[FreezeRequest | None, optax.OptState]:
-  """The freezing that an optimizer state asks for, and the state; ValueError for several.
+  """The freezing that an optimizer state requests, or None, and the state.
 
-  A known depth becomes a constant in the state, so that ``update`` computes nothing for frozen
-  leaves either.
+  If the depth is known, it is a constant in the returned state, so that ``update`` computes nothing
+  for frozen leaves. Raises ValueError if several states request frozen layers.
   """
   state = _protocol.requesting_state(opt_state, _protocol.FROZEN_GROUPS)
   if state is None:
@@ -103,15 +104,16 @@ def freeze_request(
 
 
 def _group_numbers(
-  tx: optax.GradientTransformation, state: Any, params: optax.Params
+  tx: optax.GradientTransformation, state: optax.OptState, params: optax.Params
 ) -> list[_layer_groups.GroupNumber]:
+  """The group of each leaf, which the form of the requesting transformation tells."""
   forms = _compositions.forms(tx)
   assignments = [form.frozen_groups for form in forms if form.frozen_groups is not None]
   if len(assignments) != 1:
     raise ValueError(
       f"`make_train_step` needs to find the groups of {type(state).__name__} in the transformation;"
-      f" it found {len(assignments)}. A wrapper of your own must tell the transformation that it"
-      " wraps: `update.wraps = tx`; and `optax.inject_hyperparams` belongs inside `freeze_layers`."
+      f" it found {len(assignments)}. A wrapper of your own must name what it wraps:"
+      " `update.wraps = tx`; `optax.inject_hyperparams` goes inside `freeze_layers`."
     )
   (assignment,) = assignments
   seen = _protocol.seen_leaves(state, params)

@@ -1,6 +1,6 @@
-"""The jitted train step: its state, its calls, its options."""
+"""``make_train_step`` and the jitted train step that it makes."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 import functools
 from typing import Any
 
@@ -22,11 +22,13 @@ class TrainStep:
     self.program = program
     donated = (0,) if donate else ()
     self._step = jax.jit(program.step, donate_argnums=donated, static_argnums=(4, 5))
-    # By the structure of the optimizer state.
-    self._depths: dict[Any, _frozen_depth.DepthReader] = {}
+    # The keys are the structures of optimizer states.
+    self._depths: dict[_types.TreeDef, _frozen_depth.DepthReader] = {}
 
-  def init(self, params: optax.Params, model_state: Any = None) -> _train_state.TrainState:
-    """Makes the state to start from, of copies: the first step donates the state.
+  def init(
+    self, params: optax.Params, model_state: _types.ModelState = None
+  ) -> _train_state.TrainState:
+    """Makes the initial state, from copies of the arrays: the first step donates the state.
 
     Args:
       params: the initial params; those that are sharded over a mesh keep their sharding. They may
@@ -34,9 +36,9 @@ class TrainStep:
       model_state: the initial mutable statistics, if the loss takes any.
 
     Returns:
-      A :class:`TrainState`. From abstract arrays an abstract one, to restore a checkpoint into. If
-      the params have shardings, arrays of the optimizer state have those of the params of the same
-      path and shape, and all others lie on every device of the mesh.
+      A :class:`TrainState`. It is abstract if `params` are, to restore a checkpoint into it. If the
+      params have shardings, an array of the optimizer state has the sharding of the param of the
+      same path and shape, and all other arrays lie on every device of the mesh.
 
     Raises:
       TypeError: a leaf is not an array, one of the params is not floating-point, the params are a
@@ -68,20 +70,20 @@ class TrainStep:
     return _state_placement.canonicalize_state(state)
 
   def __call__(
-    self, state: _train_state.TrainState, batch: Any, rng: jax.Array | None = None
+    self, state: _train_state.TrainState, batch: _types.Batch, rng: jax.Array | None = None
   ) -> tuple[_train_state.TrainState, _types.Metrics]:
     """Makes one step; `state` is donated and must not be used afterwards.
 
     Args:
       state: the current state.
-      batch: a tree of arrays, handed to the loss as it is.
-      rng: a key, or None if the loss takes none. The step number is folded in: pass the same key at
-        every step, and a resumed run draws the same numbers.
+      batch: a tree of arrays, which the loss gets as it is.
+      rng: a key, or None if the loss takes none. The number of the step is folded in. If you pass
+        the same key at every step, a resumed run draws the same numbers.
 
     Returns:
-      The new state, and the metrics. These are ``loss``, ``aux`` if the loss has any, and those
-      that the methods declare (``trust_ratio``, ``loss_scale``, ``lars/notfinite_count``, ...). A
-      name that occurs again is numbered, as in ``trust_ratio_1``.
+      The new state, and the metrics: ``loss``, ``aux`` if the loss has any, and what the methods
+      report (``trust_ratio``, ``loss_scale``, ``lars/notfinite_count``, ...). A name that occurs
+      again is numbered, as in ``trust_ratio_1``.
     """
     _check_call(state, rng)
     depths = self._depth_reader(state)
@@ -94,31 +96,32 @@ class TrainStep:
     except (RuntimeError, ValueError) as error:
       _explain_deleted(error, state=state, batch=batch, rng=rng)
       raise
-    depths.follow(state.opt_state, depth, steps)
+    depths.remember(state.opt_state, depth, steps)
     return state, metrics
 
   def refresh(
     self,
     state: _train_state.TrainState,
-    batches: Iterable[Any],
+    batches: Iterable[_types.Batch],
     rng: jax.Array | None = None,
     *,
     weight_fn: _types.WeightFn | None = None,
     progress: bool = False,
   ) -> _train_state.TrainState:
-    """Renews the snapshot of :func:`svrg` with one pass over the data, batch by batch.
+    """Renews the snapshot of :func:`svrg` in one pass over the data.
 
-    The statistics that the loss returns are dropped.
+    Statistics that the loss returns are dropped.
 
     Args:
       state: the current state; the new one shares its arrays, so don't use it afterwards.
       batches: an iterable of batches as the loss takes them; see :func:`full_gradient`.
-      rng: a key, or None if the loss takes none. The numbers of step and batch are folded in.
+      rng: a key, or None if the loss takes none. The numbers of the step and of the batch are
+        folded in.
       weight_fn: from a batch to the number of its real examples, for padded batches.
       progress: whether to show a progress bar; needs ``tqdm``.
 
     Returns:
-      The state to go on with.
+      The state with the new snapshot.
 
     Raises:
       ValueError: the optimizer has no ``svrg``, there is no batch, or a tree does not fit.
@@ -139,12 +142,15 @@ class TrainStep:
       state._replace(opt_state=_protocol.renew_full_gradients(state.opt_state, state.params, full))
     )
 
-  def lower(self, state: _train_state.TrainState, batch: Any, rng: jax.Array | None = None) -> Any:
-    """Lowers the step, like ``jax.jit(...).lower``; arguments as for a step, or abstract ones.
+  def lower(
+    self, state: _train_state.TrainState, batch: _types.Batch, rng: jax.Array | None = None
+  ) -> jax.stages.Lowered:
+    """Lowers the step for inspection, like ``jax.jit(...).lower``.
 
-    For inspection. To compile ahead of time: ``jax.jit(step).lower(state, batch)``, whose program
-    takes these arguments alone and serves all depths of frozen layers, without saving time; this
-    one serves the depth of the given state.
+    The arguments are those of a step, or abstract. The lowered program freezes as many layers as
+    the step with this state does. To compile ahead of time use
+    ``jax.jit(step).lower(state, batch)``: that program takes the same arguments as the step and
+    freezes any number of layers, but saves no time by it.
     """
     _check_call(state, rng)
     depth, _ = self._depth_reader(state).read(state.opt_state)
@@ -157,13 +163,18 @@ class TrainStep:
     return self._depths[structure]
 
   def _arguments(
-    self, state: _train_state.TrainState, batch: Any, rng: Any, depth: int | None
+    self,
+    state: _train_state.TrainState,
+    batch: _types.Batch,
+    rng: jax.Array | None,
+    depth: int | None,
   ) -> tuple[Any, ...]:
+    """The arguments of :meth:`_program.Program.step`."""
     return state, batch, rng, self.program.data, depth, _state_placement.placement(state)
 
 
 def _check_variables(params: _types.Unchecked) -> None:
-  """Refuses NNX models whose statistics would be taken for params, without an import of Flax."""
+  """Raises TypeError for an NNX model whose statistics would be trained; does not import Flax."""
   for node in _trees.nodes(params):
     bases = [base for base in type(node).__mro__ if base.__module__.startswith("flax.nnx")]
     names = {base.__name__ for base in bases}
@@ -177,13 +188,13 @@ def _check_variables(params: _types.Unchecked) -> None:
 
 def _check_call(state: _types.Unchecked, rng: _types.Unchecked) -> None:
   _train_state.check_train_state(state)
-  # The array of a key is checked while tracing.
+  # A key that is an array is checked while tracing.
   if rng is not None and not isinstance(rng, jax.Array):
     _checks.check_key("rng", rng)
 
 
 def _explain_deleted(error: Exception, **arguments: _types.Tree) -> None:
-  """Raises an error that names the argument whose arrays are deleted, if that made a step fail."""
+  """Raises ValueError if an argument holds deleted arrays, which made a step fail with `error`."""
   for name, tree in arguments.items():
     for path, leaf in zip(_paths.leaf_paths(tree), jax.tree.leaves(tree), strict=True):
       if isinstance(leaf, jax.core.Tracer) or not getattr(leaf, "is_deleted", bool)():
@@ -191,8 +202,8 @@ def _explain_deleted(error: Exception, **arguments: _types.Tree) -> None:
       advice = " Don't donate it to a program before the step."
       if name == "state":
         advice = (
-          " A step donates its state: go on with the state that it returned, or make the step with"
-          " `donate=False` to use one twice."
+          " Use the state that the last step returned, or make the step with `donate=False` to use"
+          " a state twice."
         )
       raise ValueError(
         f"`{name}` must hold arrays that exist; the leaf '{path or name}' was donated or"
@@ -214,37 +225,40 @@ def make_train_step(
   """Makes a jitted train step that feeds any optax transformation.
 
   ``tx.update`` receives `value`, `grad`, `value_fn` and `grad_fn`, so that line searches
-  (``optax.lbfgs``), ``optax.contrib.reduce_on_plateau`` and our own methods work unwired. The
-  gradients of complex params, which ``jax.grad`` gives conjugated, are conjugated back: minus the
-  gradient is the direction of descent.
+  (``optax.lbfgs``), ``optax.contrib.reduce_on_plateau`` and the methods of this package work
+  without further code. Gradients of complex params, which ``jax.grad`` returns conjugated, are
+  conjugated back, so that minus the gradient is a direction of descent.
 
   Args:
     loss_fn: ``loss_fn(params, batch)``, or ``loss_fn(params, batch, rng)`` if the step is called
-      with a key. Returns the scalar loss, or ``(loss, aux)``.
+      with a key. It returns the scalar loss, or ``(loss, aux)``.
     tx: the transformation.
     has_aux: whether `loss_fn` returns aux, which becomes ``metrics["aux"]``.
-    has_model_state: whether the loss carries mutable statistics. It is then called as
-      ``loss_fn(params, model_state, batch[, rng])`` and returns ``(loss, model_state)``, with
-      `has_aux` ``(loss, (model_state, aux))``. Known of losses from ``nnx.split_loss`` and
-      ``linen.split_loss``.
-    full_grad_fn: the mean gradient over all of the data, for ``svrg(refresh_every=n)``:
-      ``full_grad_fn(grad_fn, params)``, with ``grad_fn(params, batch)`` the gradient of the loss;
-      with a key ``full_grad_fn(grad_fn, params, rng=key)`` and ``grad_fn(params, batch, key)``.
-      Arrays bound by ``functools.partial`` are arguments of the compiled step, not constants:
-      ``functools.partial(full_gradient, stacked=True, batches=data)``.
-    donate: whether the old state's memory is reused for the new one.
-    hold_frozen_statistics: whether the mutable statistics of frozen layers are not updated. They
-      have the path of frozen params, without ``params`` and ``batch_stats``; lists of both must be
-      of one length. A warning says if no path fits, as with ``eqx.nn.State``.
-    weight: the number of real examples or tokens in a batch, the `weight` of :func:`accumulate`:
-      the name of an entry of the loss's aux, or a function of the batch. None: all count equally.
+    has_model_state: whether the loss has mutable statistics. It is then called as
+      ``loss_fn(params, model_state, batch[, rng])`` and returns ``(loss, model_state)``, or, with
+      `has_aux`, ``(loss, (model_state, aux))``. For losses from ``nnx.split_loss`` and
+      ``linen.split_loss`` this is known.
+    full_grad_fn: computes the mean gradient over all of the data, for ``svrg(refresh_every=n)``. It
+      is called as ``full_grad_fn(grad_fn, params)``, with ``grad_fn(params, batch)`` the gradient
+      of the loss; if the step has a key, as ``full_grad_fn(grad_fn, params, rng=key)``, with
+      ``grad_fn(params, batch, key)``. Arrays that ``functools.partial`` binds are arguments of the
+      compiled step, as in ``functools.partial(full_gradient, stacked=True, batches=data)``.
+    donate: whether the memory of the old state is reused for the new one.
+    hold_frozen_statistics: whether the mutable statistics of frozen layers stay as they are. A
+      statistic belongs to the layer whose params have its path, without ``params`` or
+      ``batch_stats`` in front; lists of params and of statistics must have the same length. If no
+      path fits, as with ``eqx.nn.State``, a warning says so.
+    weight: the number of real examples or tokens in a batch, which :func:`accumulate` takes as
+      `weight`: the name of an entry of the loss's aux, or a function of the batch. None: all
+      batches count equally.
 
   Returns:
-    A :class:`TrainStep`, whose ``init(params)`` gives the state for ``step(state, batch)``.
+    A :class:`TrainStep`, whose ``init(params)`` returns the state for ``step(state, batch)``.
 
   Raises:
-    TypeError: when traced: the loss returns something other than the options say.
-    ValueError: when called: the state holds several loss scales, or several :func:`freeze_layers`.
+    TypeError: when traced, if the loss returns something other than the options say.
+    ValueError: when called, if the state holds several loss scales or several
+      :func:`freeze_layers`.
 
   Examples:
     >>> import jax.numpy as jnp, optax, optax_boost
@@ -282,8 +296,10 @@ def make_train_step(
   return TrainStep(_program.Program(loss_fn, tx, full_grad_fn, data, **options), donate)
 
 
-def _bound_arrays(function: Callable[..., Any] | None) -> tuple[Any, dict[str, Any]]:
-  """Takes arrays out of a ``functools.partial``, so that jit need not treat them as constants."""
+def _bound_arrays(
+  function: _types.Closure | None,
+) -> tuple[_types.Closure | None, dict[str, _types.Tree]]:
+  """Takes arrays out of a ``functools.partial``, which jit would compile in as constants."""
   if not isinstance(function, functools.partial):
     return function, {}
   arrays: dict[str, Any] = {}

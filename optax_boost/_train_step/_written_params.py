@@ -1,8 +1,8 @@
-"""Params that the forward pass of a stateful model writes: the update starts from these."""
+"""Params that the forward pass of a stateful model writes; the update starts from them."""
 
 from collections.abc import Sequence
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import optax
@@ -11,39 +11,41 @@ from optax_boost._foundation import _trees, _types
 from optax_boost._trace import _jaxpr
 from optax_boost._train_step import _traced_loss
 
-# The number of a value that is not a leaf of the params.
-_OTHER = -1
+# Stands for a value that is not a copy of an input.
+_NO_COPY = -1
 
 
 class WrittenParams(NamedTuple):
   """New statistics, and the params after the forward pass."""
 
-  model_state: _types.Tree
+  model_state: _types.ModelState
   params: optax.Params
 
 
-def with_written_params(model_state: _types.Tree, before: optax.Params, after: optax.Params) -> Any:
-  """Adds the params after the forward pass to new statistics, if any was replaced."""
+def with_written_params(
+  model_state: _types.ModelState, before: optax.Params, after: optax.Params
+) -> _types.ModelState | WrittenParams:
+  """Adds the params after the forward pass to the new statistics, if it replaced any of them."""
   pairs = zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)
   replaced = any(old is not new for old, new in pairs)
   return WrittenParams(model_state, after) if replaced else model_state
 
 
 def take_written_params(
-  params: optax.Params, model_state: _types.Tree, traced: _traced_loss.TracedLoss
-) -> tuple[optax.Params, Any]:
-  """The params as the forward pass left them, and the new statistics alone."""
+  params: optax.Params, model_state: _types.ModelState, traced: _traced_loss.TracedLoss
+) -> tuple[optax.Params, _types.ModelState]:
+  """The params after the forward pass, and the new statistics without them."""
   if not isinstance(model_state, WrittenParams):
     return params, model_state
   program = traced.program
   inputs, outputs = program.jaxpr.invars, program.jaxpr.outvars
-  # The outputs are the loss, its statistics, the params, aux.
+  # The outputs are, in this order: the loss, the statistics, the params, aux.
   end = 1 + len(jax.tree.leaves(model_state))
   count = len(jax.tree.leaves(params))
   param_outputs = slice(end - count, end)
   copied = [x is y for x, y in zip(inputs, outputs[param_outputs], strict=False)]
   if not all(copied):
-    # `nnx.remat` and `nnx.jit` return all variables of their modules as other arrays.
+    # `nnx.remat` and `nnx.jit` return all variables of their modules as new arrays.
     copied = copied_inputs(program, count, param_outputs)
   written = jax.tree.leaves(model_state.params)
   new_params = _trees.map_with(
@@ -55,25 +57,27 @@ def take_written_params(
 def copied_inputs(
   program: _types.Jaxpr, count: int | None = None, outputs: slice = slice(None)
 ) -> list[bool]:
-  """Whether a program returns its first `count` inputs, all by default, as these `outputs`."""
+  """Whether the i-th of `outputs` is a copy of the program's i-th input, of the first `count`."""
   inputs = len(program.jaxpr.invars)
   count = inputs if count is None else count
-  origins = _CopyFinder().run(program, [*range(count), *[_OTHER] * (inputs - count)])
+  origins = _CopyFinder().run(program, [*range(count), *[_NO_COPY] * (inputs - count)])
   return [origin == i for i, origin in enumerate(origins[outputs])]
 
 
 class _CopyFinder(_jaxpr.Interpreter[int]):
-  """Finds the leaves that a program returns unchanged."""
+  """Finds which input each output of a program is a copy of."""
 
   def constant(self, value: _types.Unchecked) -> int:
-    return _OTHER
+    return _NO_COPY
 
   def operation(self, equation: _types.Equation, inputs: list[int]) -> list[int]:
-    return [_OTHER] * len(equation.outvars)
+    return [_NO_COPY] * len(equation.outvars)
 
   def join(self, values: Sequence[int]) -> int:
-    return values[0] if len(set(values)) == 1 else _OTHER
+    return values[0] if len(set(values)) == 1 else _NO_COPY
 
-  def loop(self, equation: Any, body: Any, inputs: list[int], carry: slice) -> list[int]:
-    # A carry that another round changes is not a copy.
+  def loop(
+    self, equation: _types.Equation, body: _types.Jaxpr, inputs: list[int], carry: slice
+  ) -> list[int]:
+    # A carry that a later iteration changes is not a copy.
     return self.settle(functools.partial(self.run, body), inputs, carry)

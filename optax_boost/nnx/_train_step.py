@@ -79,7 +79,7 @@ class TrainStep:
     except (TypeError, ValueError):
       _tree_checks.check_traceable("batch", settings[0])
       raise
-    training.depths.follow(optimizer.opt_state, settings[3], steps)
+    training.depths.remember(optimizer.opt_state, settings[3], steps)
     return metrics
 
   def refresh(
