@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import _transformer
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -16,18 +17,18 @@ class Run(NamedTuple):
   Processor time is the sum over all cores. Other work on the machine changes it little.
 
   Attributes:
-    seconds: of processor time since the start, at each evaluation, without compiling and
-      evaluating.
+    seconds: of processor time that the steps took until each evaluation: the median time of steps
+      of each kind, measured after the training, since programs are compiled beside it.
+    clock: seconds by the clock until each evaluation, with compiling, without evaluating.
     losses: on held-out text at these, in nats per character.
     programs: how many were compiled: one for each shape of a batch and number of frozen groups.
-    compiling: seconds of processor time that this took.
     memory: bytes that a step occupies at most.
   """
 
   seconds: np.ndarray
+  clock: np.ndarray
   losses: np.ndarray
   programs: int
-  compiling: float
   memory: int
 
 
@@ -52,6 +53,17 @@ def evaluate(params: Any, held_out: np.ndarray) -> jax.Array:
   return losses.mean()
 
 
+def step_seconds(step: Any, state: Any, batch: np.ndarray, count: int = 9) -> float:
+  """The median processor time of a step, of which a copy of the state is trained."""
+  state, seconds = jax.tree.map(jnp.copy, state), []
+  for _ in range(1 + count):
+    begin = time.process_time()
+    state, metrics = step(state, batch)
+    jax.block_until_ready((state, metrics))
+    seconds.append(time.process_time() - begin)
+  return float(np.median(seconds[1:]))
+
+
 def train(
   step: Any,
   start: Any,
@@ -59,6 +71,7 @@ def train(
   held_out: np.ndarray,
   points: Sequence[int],
   on_step: Callable[[], Any] = lambda: None,
+  later: Sequence[np.ndarray] = (),
 ) -> tuple[Any, Run]:
   """Trains from given params.
 
@@ -69,27 +82,33 @@ def train(
     held_out: windows to evaluate on.
     points: after which steps to evaluate.
     on_step: called after each step.
+    later: batches of shapes that come later, whose programs are compiled beside the training.
 
   Returns:
     The trained params, and the run.
   """
+  evaluate(start, held_out).block_until_ready()  # compiles it
+  begin, evaluating = time.perf_counter(), 0.0
   state = step.init(start)
-  spent = compiling = 0.0
-  memory: dict[Any, int] = {}
-  seconds, losses = [], []
+  step.compile_ahead(state, later)
+  kinds: list[Any] = []
+  first: dict[Any, tuple[Any, np.ndarray]] = {}
+  clock, losses = [], []
   for number, batch in enumerate(batches, 1):
     kind = batch.shape, int(optax.tree.get(state.opt_state, "frozen_groups", 0))
-    if kind not in memory:
-      begin = time.process_time()
-      memory[kind] = step_memory(step.lower(state, batch).compile())
-      compiling += time.process_time() - begin
-    begin = time.process_time()
+    if kind not in first:
+      first[kind] = jax.tree.map(jnp.copy, state), batch
+    kinds.append(kind)
     state, metrics = step(state, batch)
     jax.block_until_ready((state, metrics))
-    spent += time.process_time() - begin
     if number in points:
-      seconds.append(spent)
+      now = time.perf_counter()
+      clock.append(now - begin - evaluating)
       losses.append(float(evaluate(state.params, held_out)))
+      evaluating += time.perf_counter() - now
     on_step()
-  run = Run(np.array(seconds), np.array(losses), len(memory), compiling, max(memory.values()))
-  return state.params, run
+  cost = {kind: step_seconds(step, *sample) for kind, sample in first.items()}
+  spent = np.cumsum([cost[kind] for kind in kinds])
+  memory = max(step_memory(step.lower(*sample).compile()) for sample in first.values())
+  at_points = spent[np.array(points) - 1]
+  return state.params, Run(at_points, np.array(clock), np.array(losses), len(first), memory)

@@ -92,12 +92,13 @@ def held_out(text: np.ndarray) -> np.ndarray:
 
 def at_level(
   level: str, start: Any, feed: Batches, rate: float
-) -> tuple[optax.GradientTransformation, Iterator[np.ndarray]]:
-  """The transformation of a level of `auto_boost`, and the batches as the level cuts them."""
+) -> tuple[optax.GradientTransformation, Iterator[np.ndarray], Batches]:
+  """The transformation of a level, the batches as it cuts them, and one of each later shape."""
   boost = optax_boost.auto_boost(level, len(feed), sequence_length=LENGTH)
   adamw = optimizer(rate, len(feed))
   tx = boost.optimizer(adamw, _transformer.loss_fn, start, feed[0])
-  return tx, (boost.batch(batch, step) for step, batch in enumerate(feed))
+  cut = (boost.batch(batch, step) for step, batch in enumerate(feed))
+  return tx, cut, boost.later_batches(feed[0])
 
 
 def all_layers(adamw: Any, start: Any, batch: Any) -> optax.GradientTransformation:
@@ -148,17 +149,23 @@ def compare(plan: Plan) -> Results:
   with tqdm(total=2 * plan.steps + len(WAYS) * plan.tuning_steps, unit="step") as bar:
 
     def train(
-      name: str, start: Any, tx: Any, feed: Any, test: np.ndarray, points: list[int]
+      name: str,
+      start: Any,
+      tx: Any,
+      feed: Any,
+      test: np.ndarray,
+      points: list[int],
+      later: Any = (),
     ) -> tuple[Any, training.Run]:
       bar.set_description(name)
       step = optax_boost.make_train_step(_transformer.loss_fn, tx)
-      return training.train(step, start, feed, held_out(test), points, bar.update)
+      return training.train(step, start, feed, held_out(test), points, bar.update, later)
 
     feed = batches(sources.train, plan.steps, plan.seed)
     points = training.evaluation_points(plan.steps, EVALUATIONS)
     for level in (O0, O1):
-      tx, cut = at_level(level, start, feed, RATE)
-      params, runs[level] = train(level, start, tx, cut, sources.test, points)
+      tx, cut, later = at_level(level, start, feed, RATE)
+      params, runs[level] = train(level, start, tx, cut, sources.test, points, later)
     feed = batches(reference.train, plan.tuning_steps, plan.seed)
     points = training.evaluation_points(plan.tuning_steps, TUNING_EVALUATIONS)
     before = float(training.evaluate(params, held_out(reference.test)))

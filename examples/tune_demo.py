@@ -30,13 +30,14 @@ def main(arguments: list[str] | None = None) -> None:
   for size, rate in itertools.product(SIZES, RATES):
     steps = demo.STEPS * demo.BATCH_SIZE // size
     feed = demo.batches(text.train, steps, SEED, size)
-    tx, feed = demo.at_level(O0, start, feed, rate)
+    tx, feed, _ = demo.at_level(O0, start, feed, rate)
     step = optax_boost.make_train_step(_transformer.loss_fn, tx)
     _, run = training.train(step, start, feed, windows, [steps])
     loss, seconds = run.losses[-1], run.seconds[-1]
     print(f"O0, batch {size}, rate {rate:g}: {loss:.3f} after {seconds:.1f} s", flush=True)
 
-  tx, feed = demo.at_level(O1, start, demo.batches(text.train, demo.STEPS, SEED), demo.RATE)
+  feed = demo.batches(text.train, demo.STEPS, SEED)
+  tx, feed, _ = demo.at_level(O1, start, feed, demo.RATE)
   step = optax_boost.make_train_step(_transformer.loss_fn, tx)
   params, run = training.train(step, start, feed, windows, [demo.STEPS])
   print(f"O1: {run.losses[-1]:.3f} after {run.seconds[-1]:.1f} s", flush=True)

@@ -23,6 +23,7 @@ class AutoBoost:
 
   Attributes:
     title: the level, and the mode of a configuration.
+    level: ``"O0"``, ``"O1"`` or ``"O2"``.
     on: the settings of the methods that are on, by name: for a level of ours the public name
       (``"freeze_layers"``, ``"average_params"``), for MindSpore's configuration its key there.
     why: the reason of each method, on or off.
@@ -37,6 +38,7 @@ class AutoBoost:
   """
 
   title: str
+  level: str
   on: dict[str, dict[str, Any]]
   why: dict[str, str]
   ignored: str = ""
@@ -145,6 +147,39 @@ class AutoBoost:
     self.cut_batches += length < full
     return windows
 
+  def later_batches(self, batch: Any, step: int = 0) -> list[Any]:
+    """A batch as :meth:`batch` will cut it, once for each length that comes after that of `step`.
+
+    To compile the programs of all lengths while the first trains, instead of waiting for each:
+    ``train_step.compile_ahead(state, boost.later_batches(batch))``. At other levels the list is
+    empty.
+
+    Args:
+      batch: a batch, as for :meth:`batch`; its values don't matter.
+      step: the number of the next optimizer step.
+    """
+    if self.length_schedule is None:
+      return []
+    lengths, full = self.length_schedule.lengths, self.length_schedule.full_length
+    later = lengths[lengths.index(self.length_schedule(step)) + 1 :]
+    return [_sequences.cut(batch, length, full, self.axes, reads_values=False) for length in later]
+
+  def _prepare_sequences(
+    self, loss: Any, params: optax.Params | None, args: tuple[Any, ...]
+  ) -> None:
+    """Tries the loss of the first windows, and sets when sequences are full; None: no loss."""
+    schedule: Any = self.length_schedule
+    tables, effect = None, "the loss of windows was not tried: the optimizer got no batch"
+    if loss is not None:
+      if _first_windows.check_first_windows(loss, params, args, schedule, self.axes):
+        effect = ""
+      if self.level == "O2":
+        tables = _first_windows.position_tables(loss, params, args, schedule, self.axes)
+    warmup = self.on[_levels.SEQUENCES]
+    self.on[_levels.SEQUENCES], reason = _levels.lengthen_warmup(self.level, warmup, tables)
+    self.length_schedule = _sequences.sequence_length_warmup(**self.on[_levels.SEQUENCES])
+    self.effects[_levels.SEQUENCES] = "\n".join(filter(None, [reason, effect])), True
+
   def optimizer(
     self,
     tx: optax.GradientTransformation,
@@ -188,11 +223,7 @@ class AutoBoost:
           "`groups` must be None at a level for tokens, which freezes no layers; put"
           " optax_boost.freeze_layers(boost.optimizer(...), groups, schedule) around it."
         )
-      tried = has_loss and _first_windows.check_first_windows(
-        loss, params, args, self.length_schedule, self.axes
-      )
-      untried = "the loss of windows was not tried: the optimizer got no loss, params and batch"
-      self.effects[_levels.SEQUENCES] = "" if tried else untried, True
+      self._prepare_sequences(loss if has_loss else None, params, args)
     if "less_bn" in on and "gc_flag" not in on["less_bn"]:  # a level's
       self.effects.setdefault("less_bn", ("`boost.model` was not called", False))
     ours = _levels.FREEZE in on  # a level's, of convolutions only
@@ -280,7 +311,8 @@ def auto_boost(
       first half of the layers frozen in the last 30 %; ``"O2"``: frozen in the last 45 %, and
       adaptive summation of gradients over `axis_name`. For tokens, by `sequence_length`, ``"O1"``:
       sequences that grow over half of the steps (:meth:`AutoBoost.batch`); ``"O2"``: over three
-      quarters, and adaptive summation. Let the learning rate decay. With a `config`: MindSpore's
+      quarters if the loss that :meth:`AutoBoost.optimizer` gets has no table of learned positions,
+      and adaptive summation. Let the learning rate decay. With a `config`: MindSpore's
       level.
     total_steps: the number of optimizer steps of the training; ``"O1"`` and ``"O2"`` need it.
     sequence_length: declares a model of tokens: the full length of the sequences, as for
@@ -338,7 +370,7 @@ def auto_boost(
     if sequence_length is not None:
       title = f"level {level} for tokens, sequences of {sequence_length}"
     decision = _levels.decide_level(level, total_steps, sequence_length, mesh_axes)
-    return AutoBoost(title, *decision, key=key, axes=axes)
+    return AutoBoost(title, level, *decision, key=key, axes=axes)
   values = _config.read_config(config)
   if sequence_length is not None:
     raise ValueError(
@@ -350,4 +382,5 @@ def auto_boost(
     message = f"keys of MindSpore's configuration without effect here: {ignored}."
     _warnings.warn(message, _warnings.NoEffectWarning)
   mode = values.get("boost", {}).get("mode", "auto")
-  return AutoBoost(f"MindSpore's configuration, level {level}, mode {mode}", on, why, ignored, key)
+  title = f"MindSpore's configuration, level {level}, mode {mode}"
+  return AutoBoost(title, level, on, why, ignored, key)

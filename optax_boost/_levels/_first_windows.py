@@ -7,6 +7,7 @@ for a window of padding. In a training both are NaN, or nothing shows if JAX cla
 
 from collections.abc import Callable, Mapping
 import contextlib
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -15,8 +16,8 @@ from jax.experimental import checkify
 import jax.numpy as jnp
 
 from optax_boost import _sequences
-from optax_boost._foundation import _paths
-from optax_boost._trace import _losses
+from optax_boost._foundation import _paths, _types
+from optax_boost._trace import _losses, _position_tables
 
 
 class _Result(NamedTuple):
@@ -92,6 +93,38 @@ def check_first_windows(
     f" got {windows.index_error or windows.value}. Of whole sequences it is {whole.value:g}."
     f" {advice}"
   )
+
+
+def position_tables(
+  loss_fn: _types.LossFn,
+  params: _types.Params,
+  args: tuple[Any, ...],
+  schedule: _sequences.LengthSchedule,
+  axes: Mapping[str, _sequences.LeafAxes] | None,
+) -> list[str] | None:
+  """The paths of the params' tables of learned positions; None if there is no batch to tell.
+
+  The loss is traced of whole sequences and of windows, and not computed.
+  """
+  number = int(_losses.is_stateful(loss_fn))
+  if len(args) <= number:
+    return None
+  batch, full = args[number], schedule.full_length
+  cut = functools.partial(_sequences.cut, axes=axes, reads_values=False)
+  windows = jax.eval_shape(lambda batch: cut(batch, schedule.lengths[0], full), batch)
+
+  def trace(batch: _types.Batch) -> _types.Jaxpr:
+    return _losses.trace(loss_fn, params, (*args[:number], batch, *args[number + 1 :]))
+
+  treatments = _sequences.match_axes(axes, _paths.leaf_paths(batch))
+  by_tokens = [
+    *[False] * len(jax.tree.leaves(args[:number])),
+    *(how != "positions" for how in treatments),
+    *[False] * len(jax.tree.leaves(args[number + 1 :])),
+  ]
+  tables = _position_tables.position_tables(trace(windows), trace(batch), by_tokens)
+  paths = _paths.leaf_paths(params)
+  return [paths[leaf] for leaf in tables]
 
 
 def _loss_of_batch(

@@ -19,9 +19,9 @@ SEQUENCES = "sequence_length_warmup"
 CENTRALIZE, FREEZE, AVERAGE = "centralize", "freeze_layers", "average_params"
 # A tuned transformer gains nothing by these, with whole batches, too.
 _NOT_FOR_TOKENS = ("less_bn", CENTRALIZE, FREEZE, AVERAGE)
-# The share of the steps before sequences are full. A larger one takes less time, and trains learned
-# positions of the last half in few steps: O2 gains less with them.
-_WARMUP_FRACTION = {"O1": 0.5, "O2": 0.75}
+# The share of the steps before sequences are full. The larger one takes less time, but trains the
+# last half of learned positions in too few steps.
+_WARMUP_FRACTION, _LONG_WARMUP_FRACTION = 0.5, 0.75
 _ONE_REPLICA = "one replica: axis_name is None"
 # The settings of methods that are on, the reason for each method, and keys without effect.
 Decision: TypeAlias = tuple[dict[str, dict[str, Any]], dict[str, str], str]
@@ -43,7 +43,7 @@ def decide_level(
     why = dict.fromkeys(on, f"in level {level}")
     why[FREEZE] += ", where most kernels convolve; else it gains nothing"
   else:
-    on = _for_tokens(level, total_steps, sequence_length)
+    on = _for_tokens(total_steps, sequence_length)
     why = dict.fromkeys(on, f"in level {level}")
     why |= dict.fromkeys(_NOT_FOR_TOKENS, "a model of tokens gains nothing by it")
   if level == "O1":
@@ -66,15 +66,37 @@ def _for_images(level: str, total_steps: int) -> dict[str, dict[str, Any]]:
   }
 
 
-def _for_tokens(level: str, total_steps: int, full_length: int) -> dict[str, dict[str, Any]]:
+def _for_tokens(total_steps: int, full_length: int) -> dict[str, dict[str, Any]]:
   """The settings of the methods of a level for tokens, but for `adasum`."""
   warmup = {
     "full_length": full_length,
     "total_steps": total_steps,
-    "warmup_fraction": _WARMUP_FRACTION[level],
+    "warmup_fraction": _WARMUP_FRACTION,
     "growth": "linear",
   }
   return {SEQUENCES: warmup}
+
+
+def lengthen_warmup(
+  level: str, warmup: dict[str, Any], tables: list[str] | None
+) -> tuple[dict[str, Any], str]:
+  """The settings of the sequence lengths once the loss was traced, and the reason in words.
+
+  Args:
+    level: ``"O1"`` or ``"O2"``.
+    warmup: the settings of :func:`decide_level`.
+    tables: the paths of tables of learned positions; None: the loss was not traced.
+  """
+  if level != "O2":
+    return warmup, ""
+  if tables is None:
+    return warmup, "as at O1: the optimizer got no loss, params and batch that tell the positions"
+  if tables:
+    return (
+      warmup,
+      f"as at O1: '{tables[0]}' is of learned positions, whose last ones need the steps",
+    )
+  return {**warmup, "warmup_fraction": _LONG_WARMUP_FRACTION}, "no positions are learned"
 
 
 def decide_config(level: str, config: dict[str, dict[str, Any]], axes: dict[str, Any]) -> Decision:

@@ -108,6 +108,7 @@ The modules, each of which imports those before it:
   _model          the leaves of a traced loss, their uses, and which follow which
   _series         series of modules or of a scan's steps, found or selected by patterns
   _blocks         blocks: the outermost series, the layers of a chain, or what patterns select
+  _position_tables  tables of learned positions, which a level of tokens asks for
   _layer_groups   ``layer_groups``: groups of blocks, and the group of each leaf or layer
   _frozen_scans   evaluates a loss with frozen layers in its scans
 """

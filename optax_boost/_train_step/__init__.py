@@ -16,9 +16,11 @@ It knows the protocol and no method by name. The modules, each of which imports 
                       loss
   _frozen_depth       how many groups the next step freezes, read from the device only when it may
                       have changed
+  _compilation        compiles programs in a thread
   _step               the jitted step: its options, its calls, its state
 """
 
+from optax_boost._train_step._compilation import compile_programs as compile_programs
 from optax_boost._train_step._frozen_depth import DepthReader as DepthReader
 from optax_boost._train_step._metrics import flatten_metrics as flatten_metrics
 from optax_boost._train_step._program import Program as Program

@@ -1,6 +1,7 @@
 """``make_train_step`` and the jitted train step that it makes."""
 
 from collections.abc import Iterable
+import concurrent.futures
 import functools
 from typing import Any
 
@@ -12,7 +13,13 @@ import optax
 from optax_boost._form import _protocol
 from optax_boost._foundation import _checks, _full_gradient, _paths, _tree_checks, _trees, _types
 from optax_boost._trace import _losses
-from optax_boost._train_step import _frozen_depth, _program, _state_placement, _train_state
+from optax_boost._train_step import (
+  _compilation,
+  _frozen_depth,
+  _program,
+  _state_placement,
+  _train_state,
+)
 
 
 class TrainStep:
@@ -141,6 +148,40 @@ class TrainStep:
     return _state_placement.canonicalize_state(
       state._replace(opt_state=_protocol.renew_full_gradients(state.opt_state, state.params, full))
     )
+
+  def compile_ahead(
+    self,
+    state: _train_state.TrainState,
+    batches: Iterable[_types.Batch],
+    rng: jax.Array | None = None,
+  ) -> concurrent.futures.Future[None]:
+    """Compiles the step in the background for batches of other shapes, while training goes on.
+
+    Each shape of a batch is a program. This method traces them, and returns; a thread compiles
+    them in order. A step that needs a program before it is ready waits for it. Programs are
+    compiled for the number of frozen layers that `state` has.
+
+    Args:
+      state: the state of the next step; it is read, not donated.
+      batches: a batch of each shape, as for a step; they may be abstract.
+      rng: a key, if the step is called with one.
+
+    Returns:
+      A future that is done when all programs are compiled; an error of XLA's is raised by its
+      ``result()``.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp, optax, optax_boost
+      >>> step = optax_boost.make_train_step(lambda w, x: jnp.mean((x @ w) ** 2), optax.sgd(0.1))
+      >>> state = step.init(jnp.ones(3))
+      >>> compiled = step.compile_ahead(state, [jnp.ones((8, 3))])
+      >>> state, _ = step(state, jnp.ones((4, 3)))
+      >>> compiled.result()
+      >>> state, _ = step(state, jnp.ones((8, 3)))  # compiles nothing
+    """
+    batches = list(batches)
+    state = _state_placement.commit_like(state, (batches, rng))
+    return _compilation.compile_programs([self.lower(state, batch, rng) for batch in batches])
 
   def lower(
     self, state: _train_state.TrainState, batch: _types.Batch, rng: jax.Array | None = None

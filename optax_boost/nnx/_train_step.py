@@ -1,6 +1,7 @@
 """The train step for Flax NNX models."""
 
 from collections.abc import Callable, Iterable, Sequence
+import concurrent.futures
 import dataclasses
 import inspect
 import sys
@@ -106,6 +107,20 @@ class TrainStep:
       state, batches, key, weight_fn=weight_fn, progress=progress
     )
     nnx.update(optimizer.opt_state, nnx.state(state.opt_state))
+
+  def compile_ahead(
+    self,
+    model: _model.Model,
+    optimizer: nnx.Optimizer,
+    batches: Iterable[_types.Batch],
+    rng: Rng | None = None,
+  ) -> concurrent.futures.Future[None]:
+    """Compiles the step in the background for batches of other shapes, while training goes on.
+
+    As :meth:`optax_boost.TrainStep.compile_ahead`; changes nothing of model, optimizer and `rng`.
+    """
+    programs = [self.lower(model, optimizer, batch, rng) for batch in batches]
+    return _train_step.compile_programs(programs)
 
   def lower(
     self,
@@ -304,10 +319,11 @@ def make_train_step(loss_fn: _types.LossFn, *_optimizers: Any, **options: Any) -
     another model or a variable of yours holds. `rng` is a key, into which the step folds its number
     (``optimizer.step``); or ``nnx.Rngs`` or one of its streams, whose counts the step moves by the
     draws of one forward pass.
-    ``step.refresh(model, optimizer, batches)`` and ``step.lower(model, optimizer, batch)`` do what
-    they do in :class:`optax_boost.TrainStep`. One step can train any number of models, in turns or
-    in several threads at once, but two threads must not train the same model. Values and structure
-    of model and optimizer may change between steps.
+    ``step.refresh(model, optimizer, batches)``, ``step.lower(model, optimizer, batch)`` and
+    ``step.compile_ahead(model, optimizer, batches)`` do what they do in
+    :class:`optax_boost.TrainStep`. One step can train any number of models, in turns or in several
+    threads at once, but two threads must not train the same model. Values and structure of model
+    and optimizer may change between steps.
 
   Raises:
     TypeError: an argument is of the wrong kind. When traced: the loss returns something else.

@@ -55,10 +55,107 @@ def test_a_level_for_tokens_cuts_batches_and_leaves_the_optimizer_alone(level, f
   assert boost.model(None, models) is models
 
 
-def test_sequences_are_full_from_the_middle_on_at_o1_and_later_at_o2():
+def test_sequences_are_full_from_the_middle_on():
   boosts = [optax_boost.auto_boost(level, 1000, sequence_length=128) for level in ("O1", "O2")]
-  assert [boost.length_schedule.starts[-1] for boost in boosts] == [500, 750]
-  assert boosts[0].length_schedule == optax_boost.sequence_length_warmup(128, 1000)
+  for boost in boosts:
+    assert boost.length_schedule == optax_boost.sequence_length_warmup(128, 1000)
+
+
+def embedded(params, tokens):
+  return params["table"][tokens]
+
+
+def sliced_positions(params, tokens):
+  return embedded(params, tokens) + params["places"][: tokens.shape[1]]
+
+
+def looked_up_positions(params, tokens):
+  positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+  return embedded(params, tokens) + jnp.take(params["places"], positions, axis=0)
+
+
+def positions_in_a_loop(params, tokens):
+  def add(x, block):
+    return x + jax.lax.dynamic_slice_in_dim(block, 0, x.shape[1]), None
+
+  return jax.lax.scan(add, embedded(params, tokens), params["places"][None])[0]
+
+
+def learned_distances(params, tokens):
+  places = jnp.arange(tokens.shape[1])
+  bias = jax.jit(lambda table: table[jnp.abs(places[:, None] - places)])(params["places"])
+  return jnp.einsum("qkd,bkd->bqd", bias, embedded(params, tokens))
+
+
+def layers_in_a_python_loop(params, tokens):
+  x = embedded(params, tokens)
+  for layer in range(len(params["places"])):
+    x = x + params["places"][layer] + params["places"][-1, ::2].repeat(2)
+  return x
+
+
+def kinds_of_tokens(params, tokens):
+  return embedded(params, tokens) + params["places"][jnp.zeros_like(tokens)]
+
+
+def positions_of_the_batch(params, batch):
+  return embedded(params, batch["tokens"]) + params["places"][batch["place"]]
+
+
+def loss_of(embed):
+  def loss(params, batch):
+    tokens = batch["tokens"]
+    if embed is positions_of_the_batch:
+      x = embed(params, {**batch, "tokens": tokens[:, :-1]})
+    else:
+      x = embed(params, tokens[:, :-1])
+    return models.mean_loss(x @ params["table"].T, batch)
+
+  return loss
+
+
+@pytest.mark.parametrize(
+  ("embed", "learned"),
+  [
+    (embedded, False),
+    (layers_in_a_python_loop, False),
+    (kinds_of_tokens, False),
+    (sliced_positions, True),
+    (looked_up_positions, True),
+    (positions_in_a_loop, True),
+    (learned_distances, True),
+    (positions_of_the_batch, True),
+  ],
+)
+def test_o2_is_full_from_three_quarters_on_where_no_positions_are_learned(embed, learned):
+  params = {name: jnp.ones((n, 8)) for name, n in (("table", models.VOCABULARY), ("places", 16))}
+  place = np.broadcast_to(np.arange(16, dtype=np.int32), (4, 16))
+  axes = {"place": "positions"}
+  for level in ("O1", "O2"):
+    boost = declared(level, axes=axes)
+    boost.optimizer(optax.adamw(1e-3), loss_of(embed), params, {**BATCH, "place": place})
+    share = 0.75 if level == "O2" and not learned else 0.5
+    expected = optax_boost.sequence_length_warmup(16, STEPS, warmup_fraction=share)
+    assert boost.length_schedule == expected
+  reason = "as at O1: 'places' is of learned positions" if learned else "no positions are learned"
+  assert reason in rows_of(boost)["sequence_length_warmup"]
+
+
+def test_o2_is_o1_without_a_loss():
+  boost = declared("O2")
+  boost.optimizer(optax.adamw(1e-3))
+  assert boost.length_schedule == optax_boost.sequence_length_warmup(16, STEPS)
+  assert "as at O1: the optimizer got no loss" in rows_of(boost)["sequence_length_warmup"]
+
+
+def test_later_batches_are_those_of_the_lengths_to_come():
+  boost = declared()
+  for step in (0, boost.length_schedule.starts[2], STEPS):
+    shapes = [batch["tokens"].shape for batch in boost.later_batches(BATCH, step)]
+    later = [n for n in boost.length_schedule.lengths if n > boost.length_schedule(step)]
+    assert shapes == [(64 // n, n + 1) for n in later]
+  assert declared("O0").later_batches(BATCH) == []
+  assert boost.batches == 0  # they are not counted as trained on
 
 
 def test_a_model_that_is_not_declared_gets_a_level_for_images_whatever_its_loss_looks_up():

@@ -1,0 +1,87 @@
+"""Finds the tables of learned positions in the params of a model of tokens.
+
+A table of positions has an entry for each position, or for each distance of two positions. Windows
+of a sequence read fewer of its entries than the whole sequence, whatever their tokens are; of a
+table of tokens they read the same. So two programs of the loss, of windows and of whole sequences,
+tell the two kinds apart.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+
+from optax_boost._foundation import _types
+from optax_boost._trace import _jaxpr
+
+_SAME_ENTRIES = (
+  *("broadcast_in_dim", "convert_element_type", "copy", "copy_p", "expand_dims", "reshape"),
+  *("sharding_constraint", "squeeze", "stop_gradient", "transpose"),
+)
+_Shape: TypeAlias = tuple[int, ...]
+
+
+class _Value(NamedTuple):
+  """The abstract value of a variable.
+
+  Attributes:
+    leaf: the number of the leaf whose entries it holds, or None.
+    from_tokens: whether it is computed from tokens.
+    counts: whether it is computed from numbers that count: an ``arange``, or positions of a batch.
+  """
+
+  leaf: int | None = None
+  from_tokens: bool = False
+  counts: bool = False
+
+
+class _TableReads(_jaxpr.Interpreter[_Value]):
+  """Notes the shape in which a leaf is read where positions, and no tokens, decide what is read."""
+
+  def __init__(self) -> None:
+    self.reads: set[tuple[int, _Shape]] = set()
+
+  def constant(self, value: Any) -> _Value:
+    return _Value(counts=np.size(value) > 1)
+
+  def join(self, values: Sequence[_Value]) -> _Value:
+    leaves = {value.leaf for value in values}
+    return _Value(leaves.pop() if len(leaves) == 1 else None, *_sources(values))
+
+  def operation(self, equation: _types.Equation, inputs: list[_Value]) -> Sequence[_Value]:
+    name, leaf = equation.primitive.name, inputs[0].leaf if inputs else None
+    from_tokens, counts = _sources(inputs)
+    is_slice = name in ("slice", "dynamic_slice") or (name == "gather" and counts)
+    if leaf is not None and is_slice and not from_tokens:
+      aval: Any = equation.outvars[0].aval
+      self.reads.add((leaf, aval.shape))
+    kept = leaf if name in _SAME_ENTRIES else None
+    return [_Value(kept, from_tokens, counts or name == "iota")] * len(equation.outvars)
+
+
+def _sources(values: Sequence[_Value]) -> tuple[bool, bool]:
+  """Whether one of the values is computed from tokens, and whether one counts."""
+  return any(value.from_tokens for value in values), any(value.counts for value in values)
+
+
+def position_tables(
+  windows: _types.Jaxpr, whole: _types.Jaxpr, by_tokens: Sequence[bool]
+) -> list[int]:
+  """The numbers of the leaves of params that windows and whole sequences read in other shapes.
+
+  Args:
+    windows: the program of the loss, of the batch cut to windows.
+    whole: the program of the loss, of the batch as it is.
+    by_tokens: for each argument after the params whether it holds tokens; not those that count
+      positions.
+  """
+
+  def reads(program: _types.Jaxpr) -> set[tuple[int, _Shape]]:
+    num_leaves = len(program.jaxpr.invars) - len(by_tokens)
+    analysis = _TableReads()
+    params = [_Value(leaf=leaf) for leaf in range(num_leaves)]
+    others = [_Value(from_tokens=flag, counts=not flag) for flag in by_tokens]
+    analysis.run(program, [*params, *others])
+    return analysis.reads
+
+  return sorted({leaf for leaf, _ in reads(windows) ^ reads(whole)})

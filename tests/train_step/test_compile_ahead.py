@@ -1,0 +1,105 @@
+"""Programs compiled in the background are those that the steps call."""
+
+from flax import linen as nn, nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optax_boost
+import optax_boost.linen
+import optax_boost.nnx
+from tests import compilations
+
+SIZES = (4, 8, 16)
+
+
+def batches():
+  return [np.ones((size, 3), np.float32) for size in SIZES]
+
+
+def mean_square(model, batch):
+  return jnp.mean((model(batch) - 1) ** 2)
+
+
+def plain():
+  tx = optax_boost.freeze_layers(optax.adam(0.1), ["a", "b"], optax_boost.fixed_freezing(2, 1))
+  step = optax_boost.make_train_step(lambda p, x: jnp.mean((x @ p["a"] + p["b"]) ** 2), tx)
+  state = [step.init({"a": jnp.ones(3), "b": jnp.ones(())})]
+
+  def train(batch):
+    state[0], metrics = step(state[0], batch)
+    return metrics["loss"]
+
+  return lambda batches: step.compile_ahead(state[0], batches), train
+
+
+def linen():
+  class Model(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+      return nn.BatchNorm(use_running_average=False)(nn.Dense(4)(x))
+
+  module = Model()
+  variables = module.init(jax.random.key(0), batches()[0])
+  loss, params, model_state = optax_boost.linen.split_loss(mean_square, module, variables)
+  step = optax_boost.make_train_step(loss, optax.adam(0.1))
+  state = [step.init(params, model_state)]
+
+  def train(batch):
+    state[0], metrics = step(state[0], batch)
+    return metrics["loss"]
+
+  return lambda batches: step.compile_ahead(state[0], batches), train
+
+
+def nnx_model():
+  rngs = nnx.Rngs(0)
+  layers = nnx.Linear(3, 4, rngs=rngs), nnx.BatchNorm(4, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)
+  model = nnx.Sequential(*layers)
+  optimizer = nnx.Optimizer(model, optax_boost.dynamic_loss_scale(optax.adam(0.1)), wrt=nnx.Param)
+  step = optax_boost.nnx.make_train_step(mean_square)
+  return (
+    lambda batches: step.compile_ahead(model, optimizer, batches),
+    lambda batch: step(model, optimizer, batch)["loss"],
+  )
+
+
+@pytest.mark.parametrize("make", [plain, linen, nnx_model])
+@pytest.mark.parametrize("trained_before", [False, True])
+def test_a_step_compiles_nothing_that_was_compiled_ahead(make, trained_before):
+  compile_ahead, train = make()
+  first, *later = batches()
+  if trained_before:
+    train(first)
+  compile_ahead(later).result()
+  train(first)
+  losses, compiled = compilations.counted(lambda: jax.block_until_ready(list(map(train, later))))
+  assert compiled == 0
+  _, train = make()
+  expected = [train(batch) for batch in [first] * (1 + trained_before) + later][-2:]
+  np.testing.assert_array_equal(losses, expected)
+
+
+def test_training_goes_on_before_the_programs_are_compiled():
+  compile_ahead, train = plain()
+  first, *later = batches()
+  future = compile_ahead(later)  # reads a state that the next step donates
+  assert np.isfinite([train(batch) for batch in [first, *later, first]]).all()
+  future.result()
+
+
+def test_batches_may_be_abstract():
+  compile_ahead, train = plain()
+  shapes = [jax.ShapeDtypeStruct(batch.shape, batch.dtype) for batch in batches()]
+  compile_ahead(shapes).result()
+  _, compiled = compilations.counted(lambda: jax.block_until_ready(list(map(train, batches()))))
+  assert compiled == 0
+
+
+def test_an_error_of_the_trace_comes_at_once_and_the_state_lives():
+  compile_ahead, train = plain()
+  with pytest.raises(TypeError, match="dot_general"):
+    compile_ahead([np.ones((4, 5), np.float32)])
+  assert np.isfinite(train(batches()[0]))
