@@ -15,47 +15,48 @@ from optax_boost._methods import _batch_stats
 from optax_boost.linen import _module
 
 _COLLECTION = "batch_stats"
-_CALL = inspect.unwrap(nn.BatchNorm.__call__)
-_DROPOUT = inspect.unwrap(nn.Dropout.__call__)
+_CALL_OF_NORM = inspect.unwrap(nn.BatchNorm.__call__)
+_CALL_OF_DROPOUT = inspect.unwrap(nn.Dropout.__call__)
 
 
 def estimate_batch_stats(
   module: nn.Module,
-  variables: Any,
-  batches: Iterable[Any],
+  variables: Mapping[str, Any],
+  batches: Iterable[_types.Batch],
   *,
-  forward_fn: Callable[[Any, Any], Any] | None = None,
-  weight_fn: Callable[[Any], Any] | None = None,
+  forward_fn: Callable[[Any, _types.Batch], Any] | None = None,
+  weight_fn: _types.WeightFn | None = None,
   only: str | Sequence[str] | None = None,
   exclude: str | Sequence[str] | None = None,
 ) -> dict[str, Any]:
   """Estimates BatchNorm statistics again: :func:`optax_boost.nnx.estimate_batch_stats` for Linen.
 
-  Estimated are the BatchNorms that the call updates, so call the module in its training mode. They
-  normalize by the batch. Frozen ones (``use_running_average=True``), and all that `only` and
-  `exclude` leave out, normalize by their running statistics and keep them. ``nn.Dropout`` does
-  nothing; all other layers are as the call sets them. If one of these needs a key in training, call
-  the module in its evaluation mode and name the BatchNorms by `only`.
+  The pass estimates the BatchNorms that the call updates, so call the module in its training mode.
+  These BatchNorms normalize by the batch. Frozen BatchNorms (``use_running_average=True``), and
+  those that `only` and `exclude` leave out, normalize by their running statistics and keep them.
+  ``nn.Dropout`` does nothing; all other layers do what they do in the call. If one of them needs a
+  key in training, call the module in its evaluation mode and name the BatchNorms by `only`.
 
   Args:
     module: the module.
-    variables: its params, as averaged ones, and its other collections, ``batch_stats`` among them.
+    variables: the module's params, for example averaged ones, and its other collections, among
+      them ``batch_stats``.
     batches: see :func:`optax_boost.nnx.estimate_batch_stats`.
-    forward_fn: ``forward_fn(model, batch)``, where ``model(x, ...)`` applies the module, as
+    forward_fn: ``forward_fn(model, batch)``, where ``model(x, ...)`` applies the module, such as
       ``lambda model, x: model(x, train=True)``; its result is not used. None: ``model(batch)``.
-    weight_fn: from a batch to its number of examples. None: the length of the leaves' first axis.
-    only: the BatchNorms to estimate, frozen or not: regular expressions that match whole segments
-      of a BatchNorm's path in ``batch_stats``. None: all that the call updates.
-    exclude: BatchNorms that keep their statistics, given in the same way. None: no others.
+    weight_fn: a function from a batch to its number of examples. None: the length of the first axis
+      of the batch's leaves.
+    only: the BatchNorms to estimate, frozen or not, as regular expressions that match whole
+      segments of a BatchNorm's path in ``batch_stats``. None: all that the call updates.
+    exclude: BatchNorms that keep their statistics, as such expressions. None: excludes none.
 
   Returns:
     The variables with the new statistics. :class:`optax_boost.NoEffectWarning` names BatchNorms
-    that no batch has reached, and patterns that match none.
+    that no batch reaches, and patterns that match no BatchNorm.
 
   Raises:
-    ValueError: `variables` has no params, there is no batch, or batches differ in structure; the
-      call updates no BatchNorm; a batch with NaN or infinite entries made statistics that are not
-      finite.
+    ValueError: `variables` has no params; there is no batch; batches differ in structure; the call
+      updates no BatchNorm; or NaN or infinite entries in a batch made the statistics not finite.
 
   Examples:
     >>> from flax import linen as nn
@@ -79,16 +80,16 @@ def estimate_batch_stats(
     for name, path in norms.items()
   }
   selection = _batch_stats.select(list(norms), only, exclude)
-  # The sums stand in the collection, so that scans handle them as they do the statistics.
-  counted = leaves | {
+  # The sums are stored in the collection, so that scans slice them like the statistics.
+  with_sums = leaves | {
     (*norms[name], sum_name): jnp.zeros_like(statistics[name]["mean"])
     for name in selection.paths
     for sum_name in _batch_stats.SUMS
   }
-  constants = {**collections, _COLLECTION: traverse_util.unflatten_dict(counted)}
-  measurement = _Measurement(module, forward_fn or operator.call, selection)
-  measure = jax.tree_util.Partial(measurement, params, constants)
-  estimated = _batch_stats.estimate(measure, statistics, selection, batches, weight_fn)
+  constants = {**collections, _COLLECTION: traverse_util.unflatten_dict(with_sums)}
+  summary = _BatchSummary(module, forward_fn or operator.call, selection)
+  summarize_batch = jax.tree_util.Partial(summary, params, constants)
+  estimated = _batch_stats.estimate(summarize_batch, statistics, selection, batches, weight_fn)
   leaves |= {
     (*norms[name], statistic): leaf
     for name, new in estimated.items()
@@ -99,15 +100,15 @@ def estimate_batch_stats(
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Measurement:
-  """Computes a batch's statistics; calls for one module share a compiled program."""
+class _BatchSummary:
+  """Computes a batch's statistics; calls with equal fields share a compiled program."""
 
   module: nn.Module
-  forward_fn: Any
+  forward_fn: Callable[[Any, _types.Batch], Any]
   selection: _batch_stats.Selection
 
   def __eq__(self, other: object) -> bool:
-    if not isinstance(other, _Measurement):
+    if not isinstance(other, _BatchSummary):
       return NotImplemented
     same = self.module is other.module and self.selection == other.selection
     return same and bool(self.forward_fn == other.forward_fn)
@@ -116,17 +117,27 @@ class _Measurement:
     return hash((id(self.module), self.forward_fn, self.selection))
 
   def __call__(
-    self, params: _types.Tree, constants: Mapping[str, Any], chosen: Any, batch: _types.Tree
-  ) -> dict[str, Any]:
+    self,
+    params: _types.Params,
+    constants: Mapping[str, Any],
+    chosen: Iterable[str],
+    batch: _types.Batch,
+  ) -> dict[str, _batch_stats.Statistics]:
     model = _module.BoundModel(self.module, params, constants, {})
 
-    def intercept(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
-      # A class of the user's may have a call of its own around this one.
+    def intercept(
+      next_fun: Callable[..., Any],
+      args: tuple[Any, ...],
+      kwargs: dict[str, Any],
+      context: nn.module.InterceptorContext,
+    ) -> Any:
+      norm: Any = context.module
+      # Compares methods, since the `__call__` of a user's subclass may call BatchNorm's.
       original = getattr(context.orig_method, "func", None)
       # A BatchNorm that `less_bn` removed is still called, but has no statistics.
-      if original is _CALL and context.module.has_variable(_COLLECTION, "mean"):
-        return self._call_norm(context.module, next_fun, args, kwargs)
-      if original is _DROPOUT:
+      if original is _CALL_OF_NORM and norm.has_variable(_COLLECTION, "mean"):
+        return self._call_norm(norm, next_fun, args, kwargs)
+      if original is _CALL_OF_DROPOUT:
         return args[0] if args else kwargs["inputs"]
       return next_fun(*args, **kwargs)
 
@@ -141,13 +152,19 @@ class _Measurement:
       for name, prefix in prefixes.items()
     }
 
-  def _call_norm(self, norm: nn.BatchNorm, call: Any, args: Any, kwargs: Any) -> Any:
-    """Calls a BatchNorm, and averages its statistics over the uses if it is to be estimated."""
+  def _call_norm(
+    self,
+    norm: nn.BatchNorm,
+    call: Callable[..., jax.Array],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+  ) -> jax.Array:
+    """Calls a BatchNorm; if it is chosen, averages its statistics over its uses."""
     x, (flag,) = args[:1], args[1:] or (kwargs.get("use_running_average"),)
     frozen = norm.use_running_average if flag is None else flag
     is_chosen = norm.has_variable(_COLLECTION, "uses")
     by_batch = is_chosen and (self.selection.named or not frozen)
-    # Outside of the training's `shard_map` the batch is whole.
+    # Outside of the training's `shard_map` the mesh axis is unbound, and the batch is whole.
     axis_name = _mesh_axes.bound_axis(norm.axis_name)
     settings = {"momentum": 0.0, "use_running_average": None, "axis_name": axis_name}
     saved_settings = {name: getattr(norm, name) for name in settings}
@@ -155,9 +172,9 @@ class _Measurement:
     before: dict[str, Any] = {name: norm.get_variable(_COLLECTION, name) for name in names}
     if by_batch:
       for name in _batch_stats.STATISTICS:
-        # Zeros, as 0 times a running statistic that is NaN would be NaN.
+        # With momentum 0 a call stores 0 * running + batch, and 0 * NaN is NaN.
         norm.put_variable(_COLLECTION, name, jnp.zeros_like(before[name]))
-    # Linen's modules are frozen; this one is bound for this call.
+    # A Linen module refuses assignment; the module is bound for this call only.
     vars(norm).update(settings)
     try:
       out = call(*x, **{**kwargs, "use_running_average": not by_batch})

@@ -1,5 +1,6 @@
-"""Fewer BatchNorms for Flax Linen modules, by intercepting their calls."""
+"""Removes BatchNorms from a Linen module by intercepting their calls."""
 
+from collections.abc import Callable
 import dataclasses
 import functools
 from typing import Any
@@ -14,7 +15,7 @@ from optax_boost.linen import _module, _normalized_dense
 
 @dataclasses.dataclass(frozen=True)
 class Unbound:
-  """Keeps a module as it is: Linen would adopt one in a field, under the field's name."""
+  """Hides a module from Linen, which would make a module in a field a submodule of that name."""
 
   module: nn.Module
 
@@ -22,24 +23,24 @@ class Unbound:
 class LessBN(nn.Module):
   """A module with fewer BatchNorms; made by :func:`less_bn`.
 
-  Its variables have the paths of the module's own. Methods other than ``__call__`` are reached by
-  name: ``apply(variables, x, method="features")``.
+  Its variables have the same paths as those of the original module. Call other methods than
+  ``__call__`` by name: ``apply(variables, x, method="features")``.
 
   Attributes:
     original: the original module.
-    plan: the changes.
+    plan: which BatchNorms are removed, and which dense layer is normalized.
   """
 
   original: Unbound
   plan: _less_bn.Plan
 
   def setup(self) -> None:
-    """Puts the original in this module's own scope, as ``apply`` would."""
-    # Not by assignment, which would adopt it.
+    """Binds the original module to this module's scope, as ``apply`` would."""
+    # A plain assignment would make it a submodule.
     object.__setattr__(self, "_bound", self.original.module.clone(parent=self.scope))
 
   def __call__(self, *args: Any, **kwargs: Any) -> Any:
-    """Calls the module with its own arguments."""
+    """Calls the original module with the same arguments."""
     return self._run("__call__", args, kwargs)
 
   def __getattr__(self, name: str) -> Any:
@@ -54,14 +55,19 @@ class LessBN(nn.Module):
     return call if self.scope is None else functools.partial(call, self)
 
   def _run(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    met: set[str] = set()
+    reached: set[str] = set()
     base = len(self.path)
 
-    def intercept(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
+    def intercept(
+      next_fun: Callable[..., Any],
+      args: tuple[Any, ...],
+      kwargs: dict[str, Any],
+      context: nn.module.InterceptorContext,
+    ) -> Any:
       module, path = context.module, "/".join(context.module.path[base:])
       if context.method_name != "__call__":
         return next_fun(*args, **kwargs)
-      met.add(path)
+      reached.add(path)
       if path in self.plan.removed and isinstance(module, nn.BatchNorm):
         return _input_of(module, *args, **kwargs)
       if path == self.plan.head and _is_dense(module):
@@ -71,17 +77,17 @@ class LessBN(nn.Module):
 
     with nn.intercept_methods(intercept):
       output = getattr(self._bound, method)(*args, **kwargs)
-    # A call may leave out a branch, such as an auxiliary head in evaluation; `init` may not.
-    if self.is_initializing() and (missed := {*self.plan.removed} - met):
+    # A call may skip a branch, such as an auxiliary head in evaluation; `init` must reach all.
+    if self.is_initializing() and (missed := {*self.plan.removed} - reached):
       raise ValueError(
-        f"`less_bn` planned to remove '{min(missed)}', which this call doesn't reach. Give it the"
-        " inputs of `init`. If the module has `nn.jit` inside, take that off: it keeps traces from"
-        " before, whose calls can't be intercepted."
+        f"`less_bn` planned to remove '{min(missed)}', which this call doesn't reach. Call `init`"
+        " with the inputs that `less_bn` got, and remove an `nn.jit` inside of the module, whose"
+        " traces from before can't be intercepted."
       )
     return output
 
 
-def _is_dense(layer: Any) -> bool:
+def _is_dense(layer: nn.Module) -> bool:
   return isinstance(layer, nn.Dense) and not isinstance(layer, _normalized_dense.NormalizedDense)
 
 
@@ -100,16 +106,15 @@ def less_bn(
   """Returns a module with fewer BatchNorms: :func:`optax_boost.nnx.less_bn` for Linen.
 
   The arguments are the same; ``module.init`` and a call are traced with the inputs. Kernels and
-  biases keep their paths, so variables of the original fit where the new ones have the same paths.
-  For evaluation use the same module, with ``train=False`` or whatever the module's own flag is.
-  Calls are intercepted, so a module with ``nn.jit`` inside, which keeps traces from before, is
-  refused.
+  biases keep their paths, so variables of the original module with these paths fit. Evaluate the
+  same module, with ``train=False`` or the module's own flag. A module with ``nn.jit`` inside is
+  refused: ``nn.jit`` keeps traces from before, in which calls can't be intercepted.
 
   Returns:
     A module to call, ``init`` and ``apply`` like the original.
 
   Raises:
-    ValueError: there are no inputs; in ``init``: a BatchNorm that was to go is not called.
+    ValueError: there are no inputs. In ``init``: a BatchNorm to remove is not called.
 
   Examples:
     >>> from flax import linen as nn
@@ -134,7 +139,12 @@ def _trace_module(
   dense: dict[str, None] = {}
   key = jax.random.key(0)
 
-  def intercept(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
+  def intercept(
+    next_fun: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    context: nn.module.InterceptorContext,
+  ) -> Any:
     path = "/".join(context.module.path)
     if context.method_name == "__call__" and isinstance(context.module, nn.BatchNorm):
       norms[path] = None
@@ -143,7 +153,7 @@ def _trace_module(
       dense[path] = None
     return next_fun(*args, **kwargs)
 
-  def apply(params: _types.Tree, state: Any, *args: Any, **kwargs: Any) -> Any:
+  def apply(params: _types.Params, state: _types.ModelState, *args: Any, **kwargs: Any) -> Any:
     variables = {"params": params, **state}
     return module.apply(variables, *args, rngs=key, mutable=list(state), **kwargs)[0]
 

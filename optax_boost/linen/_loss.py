@@ -14,20 +14,20 @@ from optax_boost.linen import _module
 def split_loss(
   loss_fn: _types.LossFn,
   module: nn.Module,
-  variables: Any,
+  variables: Mapping[str, Any],
   *,
   rngs: Sequence[str] = ("dropout",),
-) -> tuple[_types.LossFn, Any, dict[str, Any]]:
-  """Makes the loss of a module pure: the form that the package's functions take.
+) -> tuple[_types.LossFn, _types.Params, _module.Collections]:
+  """Turns the loss of a module into a pure function of arrays.
 
   :func:`optax_boost.make_train_step`, :func:`optax_boost.layer_groups`,
-  :func:`optax_boost.layer_axes` and :func:`optax_boost.race` know such a loss.
+  :func:`optax_boost.layer_axes` and :func:`optax_boost.race` take the result.
 
-  A loss reads the module's other variables in ``model.collections``, after it has called the model:
-  ``sum(jax.tree.leaves(model.collections["losses"]))`` adds the values that
-  ``self.sow("losses", ...)`` stored in this step. Collections that ``module.init`` did not return
-  are not kept. Values that ``sow`` combines with a `reduce_fn` of its own are carried from step to
-  step, like other variables.
+  After it has called the model, a loss can read the module's other variables in
+  ``model.collections``. So ``sum(jax.tree.leaves(model.collections["losses"]))`` adds the values
+  that ``self.sow("losses", ...)`` stored in this step. Collections that ``module.init`` did not
+  return are dropped. If ``sow`` has a `reduce_fn`, its values go on from step to step, like other
+  variables.
 
   Args:
     loss_fn: ``loss_fn(model, batch)``, where ``model(x, ...)`` applies the module; returns the
@@ -37,9 +37,9 @@ def split_loss(
     rngs: the names of the module's rng streams.
 
   Returns:
-    ``(loss, params, model_state)``, with ``loss(params, model_state, batch, rng)`` returning the
-    output of `loss_fn` and the new `model_state`, the collections other than ``params``. The rng
-    streams are made from the key `rng`.
+    ``(loss, params, model_state)``. ``loss(params, model_state, batch, rng)`` returns the output of
+    `loss_fn` and the new `model_state`, a dict of the collections other than ``params``. It splits
+    the key `rng` into the module's rng streams.
 
   Raises:
     TypeError: an argument is of the wrong kind.
@@ -73,8 +73,11 @@ def split_loss(
     )
 
   def loss(
-    params: _types.Tree, model_state: _types.Tree, batch: _types.Tree, rng: jax.Array | None = None
-  ) -> Any:
+    params: _types.Params,
+    model_state: _types.ModelState,
+    batch: _types.Batch,
+    rng: jax.Array | None = None,
+  ) -> tuple[Any, _module.Collections]:
     if not isinstance(model_state, Mapping):
       raise TypeError(
         "`model_state` must be a dict of the module's collections; got"

@@ -1,35 +1,41 @@
 """A Linen module with its variables."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 from flax import core, linen as nn
 import jax
 
 from optax_boost._foundation import _checks, _types
 
+# The variables other than params, as ``apply`` takes and returns them.
+Collections: TypeAlias = dict[str, Any]
+
 
 class BoundModel:
-  """A Linen module with its variables, as the loss sees it.
+  """A Linen module with its variables, which a loss calls like a function.
 
-  Calls are ``module.apply`` with the params, statistics and rngs of this step. Statistics that a
-  call changes are seen by the next call.
+  A call is ``module.apply`` with the params, statistics and rngs of this step. The next call uses
+  the statistics that a call changes.
 
   Attributes:
     collections: the variables other than params, after the calls so far. A tuple that ``sow``
-      extends holds the values of this step's calls alone.
+      extends holds only the values of this step's calls.
   """
 
-  def __init__(self, module: nn.Module, params: Any, collections: Any, rngs: dict[str, jax.Array]):
-    check(module)
-    for name, value in (("collections", collections), ("rngs", rngs)):
-      _checks.check_type(name, value, Mapping, "a dict by name")
+  def __init__(
+    self,
+    module: nn.Module,
+    params: _types.Params,
+    collections: Mapping[str, Any],
+    rngs: dict[str, jax.Array],
+  ):
     self._module = module
     self._params = params
     self._rngs = rngs
     self._calls = 0
     self.collections = dict(collections)
-    # The lengths of tuples that no call has extended, by path.
+    # The lengths of tuples that no call has extended so far, by path.
     self._lengths = {
       path: len(value)
       for path, value in jax.tree.leaves_with_path(self.collections, is_leaf=_is_tuple)
@@ -37,8 +43,8 @@ class BoundModel:
     }
 
   def __call__(self, *args: Any, **kwargs: Any) -> Any:
-    """Applies the module to its own arguments; `method` among them names another method."""
-    # Two calls within one loss draw different masks.
+    """Applies the module to the arguments; the keyword `method` names another method to call."""
+    # Folding in the number of the call gives two calls in one loss different masks.
     rngs = {name: jax.random.fold_in(rng, self._calls) for name, rng in self._rngs.items()}
     self._calls += 1
     output, changed = self._module.apply(
@@ -54,10 +60,11 @@ class BoundModel:
     self.collections |= changed
     return output
 
-  def _drop_sown_before(self, path: Any, value: Any) -> Any:
+  def _drop_sown_before(self, path: _types.KeyPath, value: Any) -> Any:
     """Drops the values of earlier steps from a tuple that ``sow`` has extended.
 
-    Other tuples, as the carry of a recurrent cell, keep their length and stay as they are.
+    ``sow`` makes a tuple longer; tuples that keep their length, such as the carry of a recurrent
+    cell, are not changed.
     """
     length = self._lengths.get(path)
     if length is None or not _is_tuple(value) or len(value) <= length:
@@ -70,8 +77,8 @@ def _is_tuple(value: _types.Unchecked) -> bool:
   return type(value) is tuple
 
 
-def split_variables(variables: Any) -> tuple[Any, dict[str, Any]]:
-  """The params, and the other collections in plain dicts, as ``apply`` returns them."""
+def split_variables(variables: Any) -> tuple[_types.Params, Collections]:
+  """Splits the output of ``module.init`` into the params and the other collections."""
   if not isinstance(variables, Mapping):
     raise TypeError(
       f"`variables` must be a dict of collections; got {_checks.shorten(variables)}. Pass the"

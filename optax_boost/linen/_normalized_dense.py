@@ -1,7 +1,5 @@
 """The normalized head for Flax Linen."""
 
-from typing import Any
-
 from flax import linen as nn
 import jax
 
@@ -12,8 +10,8 @@ class NormalizedDense(nn.Dense):
   """:class:`optax_boost.nnx.NormalizedDense` for Linen.
 
   Attributes:
-    multiplier_init, eps: as for :class:`optax_boost.nnx.NormalizedDense`; the others are as for
-      ``nn.Dense``.
+    multiplier_init, eps: see :class:`optax_boost.nnx.NormalizedDense`; all other attributes are
+      those of ``nn.Dense``.
 
   Examples:
     >>> import jax, jax.numpy as jnp, optax_boost.linen
@@ -24,7 +22,7 @@ class NormalizedDense(nn.Dense):
     True
   """
 
-  multiplier_init: Any = nn.initializers.ones_init()
+  multiplier_init: nn.initializers.Initializer = nn.initializers.ones_init()
   eps: float = _normalized_dense.EPS
 
   def __post_init__(self) -> None:
@@ -33,7 +31,7 @@ class NormalizedDense(nn.Dense):
 
   @nn.compact
   def __call__(self, x: jax.Array) -> jax.Array:
-    """From inputs (..., n) to outputs (..., features)."""
+    """Maps inputs (..., n) to outputs (..., features)."""
     kernel = self.param("kernel", self.kernel_init, (x.shape[-1], self.features), self.param_dtype)
     bias = None
     if self.use_bias:

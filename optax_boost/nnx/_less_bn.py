@@ -112,7 +112,7 @@ def _trace_model(
     _remove(norm, path)
   graphdef, params, state = _model.split(nnx.Param, copy)
 
-  def apply(params: _types.Tree, state: Any, *args: Any, **kwargs: Any) -> Any:
+  def apply(params: _types.Params, state: _model.Collections, *args: Any, **kwargs: Any) -> Any:
     return _model.merge(graphdef, params, state)[0](*args, **kwargs)
 
   return _less_bn.Trace(

@@ -398,7 +398,7 @@ class Jitted(nn.Module):
 def test_refuses_a_module_whose_cached_traces_cannot_be_intercepted():
   less = ob_linen.less_bn(Jitted(), X)
   assert len(less.plan.removed) == 2
-  with pytest.raises(ValueError, match=r"If the module has `nn.jit` inside, take that off"):
+  with pytest.raises(ValueError, match=r"remove an `nn.jit` inside of the module"):
     jax.eval_shape(less.init, jax.random.key(0), X)
 
 
