@@ -186,7 +186,7 @@ def with_parts(update: Any, replace: Callable[[int, Update], Update]) -> Update:
   return function
 
 
-def _is_jitted(update: Any) -> bool:
+def _is_jitted(update: Update) -> bool:
   return hasattr(update, "__wrapped__") and isinstance(update, type(jax.jit(lambda: None)))
 
 

@@ -35,6 +35,8 @@ Change: TypeAlias = Callable[
 ]
 # The params, or what :class:`ParamsAccess` reads them from.
 StoredParams: TypeAlias = Any
+# The result of a step: the new stored params, or updates.
+StepResult: TypeAlias = Any
 
 
 def _identity(x: Any) -> Any:
@@ -167,7 +169,7 @@ class Outcome(NamedTuple):
     failed_check: whether the step was skipped because its result would not have been finite.
   """
 
-  result: Any
+  result: StepResult
   state: optax.OptState
   made: _types.Condition
   failed_check: _types.BoolScalar
@@ -196,7 +198,7 @@ class Wrapper(Protocol):
 
   def after(
     self, call: Call, outcome: Outcome, state: optax.OptState, context: Any
-  ) -> tuple[Any, optax.OptState]:
+  ) -> tuple[StepResult, optax.OptState]:
     """Returns the call's result and the new state, from the `outcome` of `inner`'s call.
 
     The driver keeps the old scalars if ``call.makes_step`` is False. Larger arrays of the state
@@ -206,7 +208,7 @@ class Wrapper(Protocol):
 
 def pass_on(
   wrapper: Wrapper, call: Call, outcome: Outcome, state: optax.OptState, context: Any
-) -> tuple[Any, optax.OptState]:
+) -> tuple[StepResult, optax.OptState]:
   """The method `after` of a wrapper that adds nothing to the outcome."""
   return outcome.result, state
 
@@ -240,7 +242,7 @@ def _new_if(
 ) -> optax.OptState:
   """The new state if `condition`, else the old one; `scalars_only` keeps new arrays anyway."""
 
-  def select(x: Any, y: Any) -> Any:
+  def select(x: jax.Array, y: jax.Array) -> jax.Array:
     return x if scalars_only and jnp.shape(x) else jnp.where(condition, x, y)
 
   changed = {name: getattr(new, name) for name in new._fields if condition is not True}
@@ -265,17 +267,17 @@ def _run_innermost(tx: optax.GradientTransformation, call: Call, state: optax.Op
 
   def apply(
     stored: StoredParams, params: optax.Params, updates: optax.Updates, new_state: optax.OptState
-  ) -> tuple[Any, optax.OptState]:
+  ) -> tuple[StepResult, optax.OptState]:
     if not plan.applies_updates:
       return updates, new_state
     new_params = _exact_params.apply_updates(params, updates, new_state)
     return plan.access.write(stored, new_params, params), new_state
 
-  def step(stored: StoredParams, state: optax.OptState) -> tuple[Any, optax.OptState]:
+  def step(stored: StoredParams, state: optax.OptState) -> tuple[StepResult, optax.OptState]:
     return apply(stored, *update(stored, state))
 
   passed: _types.Condition = True
-  checked: Any = None
+  checked: tuple[optax.Params, optax.Updates, optax.OptState] | None = None
 
   def check() -> _types.BoolScalar:
     nonlocal checked

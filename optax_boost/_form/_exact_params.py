@@ -6,7 +6,6 @@ one rounding off.
 """
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +22,7 @@ def apply_updates(
   new = optax.apply_updates(params, updates)
   structure: _types.TreeDef = jax.tree.structure(params, is_leaf=_masks.is_masked)
   for node in _protocol.declaring_states(state, "exact"):
-    is_valid: Any = True
+    is_valid: _types.Condition = True
     for name in _protocol.declared(node, "exact_if"):
       is_valid = is_valid & getattr(node, name)
     replace = functools.partial(_exact_if_reached, is_valid)
@@ -37,7 +36,11 @@ def apply_updates(
 
 
 def _exact_if_reached(
-  is_valid: Any, new: jax.Array, old: jax.Array, update: jax.Array, exact: Any
+  is_valid: _types.Condition,
+  new: jax.Array,
+  old: jax.Array,
+  update: jax.Array,
+  exact: jax.Array | optax.MaskedNode,
 ) -> jax.Array:
   """`exact` in the entries whose update leads there from `old`, elsewhere `new`."""
   if _masks.is_masked(exact) or jnp.shape(exact) != jnp.shape(new):

@@ -90,7 +90,7 @@ def declared(state: _types.Tree, kind: str) -> tuple[str, ...]:
   return names if isinstance(state, tuple) or all(fields) else ()
 
 
-def declaring_states(opt_state: optax.OptState, kind: str) -> list[Any]:
+def declaring_states(opt_state: optax.OptState, kind: str) -> list[optax.OptState]:
   """The states in an optimizer state that declare a kind, each after those inside it."""
   candidates = [node for node in _trees.nodes(opt_state) if kind in _declared_kinds(type(node))]
   return [node for node in candidates if declared(node, kind)]
@@ -109,7 +109,7 @@ def read_metrics(opt_state: optax.OptState) -> _types.Metrics:
   return metrics
 
 
-def _requesting_states(opt_state: optax.OptState, request: str) -> list[Any]:
+def _requesting_states(opt_state: optax.OptState, request: str) -> list[optax.OptState]:
   states = declaring_states(opt_state, "requests")
   return [state for state in states if request in declared(state, "requests")]
 
@@ -119,7 +119,7 @@ def is_requested(opt_state: optax.OptState, request: str) -> bool:
   return bool(_requesting_states(opt_state, request))
 
 
-def requesting_state(opt_state: optax.OptState, request: str) -> Any:
+def requesting_state(opt_state: optax.OptState, request: str) -> optax.OptState:
   """The state that makes a request, or None; raises ValueError if several states make it."""
   states = _requesting_states(opt_state, request)
   if len(states) > 1:

@@ -4,9 +4,9 @@ States of this package declare it (:mod:`optax_boost._form._protocol`). Of optax
 ``MultiSteps``, ``apply_if_finite`` and ``partition`` are known.
 """
 
+from collections.abc import Hashable
 import functools
 import operator
-from typing import Any
 
 import jax
 import numpy as np
@@ -16,7 +16,7 @@ from optax_boost._form import _protocol
 from optax_boost._foundation import _trees, _types
 
 
-def made_step(before: optax.OptState, after: optax.OptState) -> Any:
+def made_step(before: optax.OptState, after: optax.OptState) -> _types.Condition:
   """Whether the call that led from one state to the other made a step; a scalar bool.
 
   The state of a wrapper tells it for everything inside. A transformation whose state does not tell
@@ -27,7 +27,7 @@ def made_step(before: optax.OptState, after: optax.OptState) -> Any:
     optax_states = optax.PartitionState | optax.MultiStepsState | optax.ApplyIfFiniteState
     return isinstance(node, optax_states) or bool(_protocol.declared(node, "outcome"))
 
-  made: Any = np.bool_(True)
+  made: _types.Condition = np.bool_(True)
   old_nodes = jax.tree.leaves(before, is_leaf=tells)
   new_nodes = jax.tree.leaves(after, is_leaf=tells)
   for old, new in zip(old_nodes, new_nodes, strict=True):
@@ -44,7 +44,9 @@ def made_step(before: optax.OptState, after: optax.OptState) -> Any:
   return made
 
 
-def _part_made_step(before: dict[Any, optax.OptState], after: dict[Any, optax.OptState]) -> Any:
+def _part_made_step(
+  before: dict[Hashable, optax.OptState], after: dict[Hashable, optax.OptState]
+) -> _types.Condition:
   """Whether any of the transformations that ``optax.partition`` holds made a step."""
   inner = {key: getattr(part, "inner_state", part) for key, part in after.items()}
   # A part whose state is an EmptyState is `optax.set_to_zero`, which moves no params; `optax.sgd`
@@ -54,14 +56,14 @@ def _part_made_step(before: dict[Any, optax.OptState], after: dict[Any, optax.Op
   return functools.reduce(operator.or_, parts_made_step, np.bool_(False))
 
 
-def left_out(before: optax.OptState, after: optax.OptState) -> Any:
+def left_out(before: optax.OptState, after: optax.OptState) -> _types.BoolScalar | None:
   """Whether the call that led from one state to the other left its batch out.
 
   The call either skipped its step or dropped its micro-batch. None: no state counts such calls.
   """
   optax_states = optax.MultiStepsState | optax.ApplyIfFiniteState
 
-  def counting(state: optax.OptState) -> list[Any]:
+  def counting(state: optax.OptState) -> list[optax.OptState]:
     return [
       node
       for node in _trees.nodes(state)

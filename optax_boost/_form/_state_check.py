@@ -6,7 +6,7 @@
 
 from collections.abc import Callable, Sequence
 import functools
-from typing import Any
+from typing import TypeAlias
 import warnings
 
 import jax
@@ -16,6 +16,8 @@ import optax
 from optax_boost._foundation import _checks, _paths, _types
 
 _NUMBER_KINDS = (jnp.floating, jnp.complexfloating, jnp.integer)
+# The shape and the dtype of an array.
+_ArrayType: TypeAlias = tuple[tuple[int, ...], _types.Dtype]
 _WRONG_TYPE = (
   "`{method}` needs the state that its own `init` made, {required}; got {got}. Pass the state of"
   " this transformation; a checkpoint must be restored into the structure of `tx.init(params)`."
@@ -77,7 +79,9 @@ def check(
 
 @functools.lru_cache(maxsize=256)
 def _difference(
-  init: Callable[[optax.Params], optax.OptState], structure: _types.TreeDef, types: Any
+  init: Callable[[optax.Params], optax.OptState],
+  structure: _types.TreeDef,
+  types: tuple[_ArrayType, ...],
 ) -> str:
   """How a state differs from the one that ``init(params)`` makes; "" if it doesn't.
 

@@ -1,7 +1,6 @@
 """Keeps the statistics of frozen layers, such as those of BatchNorm, as they are."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,12 +34,12 @@ def hold_statistics(
   old_leaves = {path: (number, leaf) for number, (path, leaf) in numbered}
   if not old_leaves:
     return after
-  modules: dict[str, Any] = {}
+  modules: dict[str, np.ndarray] = {}
   for module, group in zip(_module_paths(params), groups, strict=True):
     modules[module] = np.maximum(modules.get(module, 0), np.ravel(group))
   axes = find_axes() if any(group.size > 1 for group in modules.values()) else {}
 
-  def keep(new: Any, path: str, module: str) -> Any:
+  def keep(new: jax.Array, path: str, module: str) -> jax.Array:
     if module not in modules or path not in old_leaves or not _is_inexact(new):
       return new
     number, old = old_leaves[path]
@@ -79,7 +78,7 @@ def _module_paths(tree: _types.Tree) -> list[str]:
   The path says how long each list is: a module in a list of params and one in a list of statistics
   are the same only if the lists have the same length.
   """
-  lengths: dict[Any, int] = {}
+  lengths: dict[_types.KeyPath, int] = {}
   for path in _paths.leaf_keys(tree, lambda node: not jax.tree.leaves(node)):
     for depth, key in enumerate(path):
       if isinstance(key, jax.tree_util.SequenceKey):

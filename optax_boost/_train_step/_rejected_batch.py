@@ -5,8 +5,6 @@ has written statistics, counts of random numbers and, with some layers, params. 
 the old values of all these, as the wrapper keeps the params and the optimizer's state.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
@@ -37,7 +35,7 @@ def keep_if_rejected(
     return after
   old_leaves = dict(zip(_paths.leaf_keys(before), jax.tree.leaves(before), strict=True))
 
-  def keep(new: Any, key: _types.KeyPath) -> Any:
+  def keep(new: jax.Array, key: _types.KeyPath) -> jax.Array:
     old = old_leaves.get(key)
     if old is None or old is new or jnp.shape(old) != jnp.shape(new):
       return new

@@ -58,7 +58,7 @@ def place_abstract(
   def place(leaf: Any, sharding: jax.sharding.Sharding | None) -> Any:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding or replicated)
 
-  def place_like(leaf: jax.ShapeDtypeStruct, initial: Any) -> jax.ShapeDtypeStruct:
+  def place_like(leaf: jax.ShapeDtypeStruct, initial: jax.Array) -> jax.ShapeDtypeStruct:
     return place(leaf, _sharding(initial))
 
   def place_by_path(leaf: jax.ShapeDtypeStruct, path: str) -> jax.ShapeDtypeStruct:
@@ -110,7 +110,7 @@ def commit_like(state: _train_state.TrainState, arguments: _types.Tree) -> _trai
   return state
 
 
-def _put_in_memory(leaf: Any, sharding: jax.sharding.Sharding) -> jax.Array:
+def _put_in_memory(leaf: jax.Array, sharding: jax.sharding.Sharding) -> jax.Array:
   """Puts a leaf on devices, into the kind of memory it is in: a state may be kept on the host."""
   memory_kind = getattr(_sharding(leaf), "memory_kind", None)
   if memory_kind:
@@ -129,7 +129,7 @@ def placement(state: _train_state.TrainState) -> tuple[jax.sharding.NamedShardin
   return tuple(map(_on_mesh, jax.tree.leaves(state)))
 
 
-def _on_mesh(leaf: Any) -> jax.sharding.NamedSharding | None:
+def _on_mesh(leaf: jax.Array) -> jax.sharding.NamedSharding | None:
   """The sharding over a mesh that a step must keep for an array, or None."""
   sharding = _sharding(leaf)
   if not isinstance(sharding, jax.sharding.NamedSharding):
@@ -160,7 +160,7 @@ def keep_placement(
   shardings: tuple[jax.sharding.NamedSharding | None, ...],
 ) -> _train_state.TrainState:
   """Gives each array of a step's result the sharding that :func:`placement` found before it."""
-  structure: Any = jax.tree.structure(state)
+  structure: _types.TreeDef = jax.tree.structure(state)
   if not shardings or structure != jax.tree.structure(before):
     return state
 

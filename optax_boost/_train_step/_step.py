@@ -343,7 +343,7 @@ def _bound_arrays(
   """Takes arrays out of a ``functools.partial``, which jit would compile in as constants."""
   if not isinstance(function, functools.partial):
     return function, {}
-  arrays: dict[str, Any] = {}
+  arrays: dict[str, _types.Tree] = {}
   static: dict[str, Any] = {}
   for name, value in function.keywords.items():
     leaves = jax.tree.leaves(value)

@@ -1,6 +1,6 @@
 """The state that training carries from step to step."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,7 @@ def check_train_state(state: _types.Unchecked) -> None:
   _checks.check_type("state", state, TrainState, words)
 
 
-def drop_weak_type(leaf: Any) -> jax.Array:
+def drop_weak_type(leaf: jax.typing.ArrayLike) -> jax.Array:
   """Gives an array of a weak type its dtype; the next step would be compiled again otherwise."""
   # A typed PRNG key has no attribute `weak_type`.
   if isinstance(leaf, jax.Array) and not getattr(leaf, "weak_type", False):
