@@ -28,7 +28,7 @@ class _Composition(NamedTuple):
   Attributes:
     variables: the variables of its ``update`` that hold them.
     states: from its state and the values of these variables to the states of the held
-      transformations, in the same order. None if their leaves have other paths.
+      transformations, in the same order. None if these see params of other paths.
   """
 
   variables: tuple[str, ...]

@@ -65,7 +65,7 @@ _DIRECT_ACCESS = ParamsAccess()
 
 @dataclasses.dataclass(frozen=True)
 class StepPlan:
-  """How the step of the innermost transformation is made; wrappers change the plan on the way in.
+  """How the innermost transformation makes its step. A wrapper may pass on a changed plan.
 
   Attributes:
     applies_updates: whether the step's result is the new stored params; otherwise it is updates.
@@ -90,7 +90,7 @@ class StepPlan:
   def with_check(
     self, on_all_devices: Callable[[_types.BoolScalar], _types.BoolScalar]
   ) -> "StepPlan":
-    """The same plan, but a step is skipped if its result has an entry that becomes not finite."""
+    """The same plan, but a step that would make an entry NaN or infinite is skipped."""
     outer = self.on_all_devices
     return dataclasses.replace(
       self, checks_result=True, on_all_devices=lambda flag: outer(on_all_devices(flag))
@@ -123,7 +123,7 @@ APPLY_IN_PLACE = StepPlan(applies_updates=True, in_place=True)
 
 
 class Call(NamedTuple):
-  """A call of a transformation.
+  """A call of a transformation, which the driver passes from each wrapper to its inner one.
 
   Attributes:
     gradients: returns the gradients and extra arguments.
@@ -214,7 +214,7 @@ def pass_on(
 
 
 def run(tx: optax.GradientTransformation, call: Call, state: optax.OptState) -> Outcome:
-  """Calls a transformation, through its wrappers."""
+  """Makes or skips the step of a transformation, and calls the wrappers in it."""
   form = _form.form_of(tx.update)
   wrapper: Wrapper | None = None if form is None else form.wrapper
   if form is None or wrapper is None:
@@ -240,7 +240,7 @@ def _new_if(
   *,
   scalars_only: bool = False,
 ) -> optax.OptState:
-  """The new state if `condition`, else the old one; `scalars_only` keeps new arrays anyway."""
+  """The new state if `condition`, else the old one; `scalars_only` applies this to scalars."""
 
   def select(x: jax.Array, y: jax.Array) -> jax.Array:
     return x if scalars_only and jnp.shape(x) else jnp.where(condition, x, y)

@@ -18,7 +18,7 @@ from optax_boost._foundation import _masks, _placement, _types
 def apply_updates(
   params: optax.Params, updates: optax.Updates, state: optax.OptState
 ) -> optax.Params:
-  """``optax.apply_updates``, but entries that reach the exact params in `state` become these."""
+  """``optax.apply_updates``, but an entry whose update leads to an exact param becomes that one."""
   new = optax.apply_updates(params, updates)
   structure: _types.TreeDef = jax.tree.structure(params, is_leaf=_masks.is_masked)
   for node in _protocol.declaring_states(state, "exact"):
@@ -42,7 +42,7 @@ def _exact_if_reached(
   update: jax.Array,
   exact: jax.Array | optax.MaskedNode,
 ) -> jax.Array:
-  """`exact` in the entries whose update leads there from `old`, elsewhere `new`."""
+  """Takes `exact` in each entry where `update` leads from `old` to it, and `new` elsewhere."""
   if _masks.is_masked(exact) or jnp.shape(exact) != jnp.shape(new):
     return new
   exact = _placement.in_device_memory(exact).astype(new.dtype)

@@ -12,7 +12,7 @@ from optax_boost._foundation import _tree_checks, _types
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Form:
-  """Describes a transformation of this package; the attribute `form` of its ``update``.
+  """Describes a transformation of this package, whose ``update`` has it as attribute `form`.
 
   Attributes:
     method: the name of its factory.

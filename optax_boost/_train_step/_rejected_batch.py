@@ -26,7 +26,7 @@ def skip_metrics(rejected: _types.BoolScalar | None, loss: _types.FloatScalar) -
 def keep_if_rejected(
   rejected: _types.BoolScalar | None, before: _types.Tree, after: _types.SameTree
 ) -> _types.SameTree:
-  """The tree after the step, with the leaves before it if the batch was left out.
+  """The tree after the step, with the leaves from before the step if the batch was left out.
 
   Leaves are matched by path, since a loss may return other containers. Variables that the forward
   pass has created stay.

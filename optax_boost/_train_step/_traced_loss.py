@@ -13,7 +13,7 @@ from optax_boost._trace import _frozen_scans, _jaxpr, _layer_axes, _leaf_uses
 class TracedLoss:
   """A loss, which is traced when its program is first needed, once for each type of the params.
 
-  It is never traced if no part of a leaf is frozen and no method asks for the axes of leaves.
+  Most steps never need it: they freeze no part of a leaf, and no method reads the axes of leaves.
   """
 
   def __init__(

@@ -57,7 +57,7 @@ def take_written_params(
 def copied_inputs(
   program: _types.Jaxpr, count: int | None = None, outputs: slice = slice(None)
 ) -> list[bool]:
-  """Whether the i-th of `outputs` is a copy of the program's i-th input, of the first `count`."""
+  """Whether a program returns its i-th input as the i-th of `outputs`, for the first `count`."""
   inputs = len(program.jaxpr.invars)
   count = inputs if count is None else count
   origins = _CopyFinder().run(program, [*range(count), *[_NO_COPY] * (inputs - count)])
