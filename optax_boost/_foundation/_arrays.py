@@ -1,8 +1,7 @@
-"""Arrays of leaves: dtypes, sums, counters, stacks of small ones."""
+"""Arrays: their dtypes, sums of squares, counters, and stacks of small leaves."""
 
 from collections.abc import Callable, Hashable, Sequence
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,81 +10,73 @@ import optax
 
 from optax_boost._foundation import _types
 
-# XLA 7: leaves of fewer entries are worked on together, as a kernel costs more than a copy.
+# XLA 7: leaves with fewer entries are stacked, since a kernel costs more than a copy.
 _SMALL = 8192
-
-
-# XLA 1: so many small leaves are reduced in one loop, which compiles in the square of their number.
+# XLA 1: one loop reduces at most so many leaves, as its compile time grows with their square.
 _TOGETHER = 16
 
 
 def increment_if(flag: jax.Array, count: jax.Array) -> jax.Array:
-  """A saturating counter after a step in which its event may have happened."""
+  """`count` plus one if `flag`; it stays at the largest number of its dtype."""
   return jnp.where(flag, optax.safe_increment(count), count)
 
 
 def copy_arrays(
   tree: _types.SameTree, dtype_of: Callable[[jnp.dtype], jnp.dtype] = lambda dtype: dtype
 ) -> _types.SameTree:
-  """Copies arrays into buffers of their own, so that params and state can both be donated.
+  """Copies arrays into new buffers, so that params and state can both be donated.
 
-  Abstract leaves stay abstract: zeros in their place would train from zero without an error.
+  Abstract leaves stay abstract: were they replaced by zeros, a model would train from zero.
   """
 
-  def copy(leaf: Any) -> Any:
+  def copy(leaf: _types.ArrayOrShape) -> _types.ArrayOrShape:
     dtype = dtype_of(leaf.dtype)
     if isinstance(leaf, jax.ShapeDtypeStruct):
       return leaf.update(dtype=dtype)
-    # Given its own dtype, a weakly typed leaf would lose its weak type.
+    # A weakly typed leaf would become strongly typed if its dtype were passed.
     return jnp.array(leaf) if dtype == leaf.dtype else jnp.array(leaf, dtype)
 
   return jax.tree.map(copy, tree)
 
 
 def as_jax(tree: _types.SameTree) -> _types.SameTree:
-  """A tree with copies as JAX's arrays in place of NumPy's arrays of floating-point numbers.
+  """Converts NumPy's floating-point arrays to JAX arrays, whose dtype is float64 only under x64."""
 
-  Their dtypes are JAX's: float64 is float32 where JAX has no float64. To compute with the dtype of
-  a NumPy array would mean to ask for float64.
-  """
-  leaves, structure = jax.tree.flatten(tree)
-  is_numpy = [isinstance(x, np.ndarray | np.generic) for x in leaves]
-  if not any(is_numpy):
-    return tree
-  pairs = zip(leaves, is_numpy, strict=True)
-  return jax.tree.unflatten(
-    structure, [jnp.array(x) if n and jnp.issubdtype(x.dtype, jnp.inexact) else x for x, n in pairs]
-  )
+  def convert(leaf: _types.Leaf) -> _types.Leaf:
+    is_numpy = isinstance(leaf, np.ndarray | np.generic)
+    return jnp.array(leaf) if is_numpy and jnp.issubdtype(leaf.dtype, jnp.inexact) else leaf
+
+  return jax.tree.map(convert, tree)
 
 
 def accumulator_dtype(dtype: _types.Dtype) -> jnp.dtype:
-  """The dtype for reductions over values of `dtype`: at least float32, and one that JAX has."""
+  """The dtype in which values of `dtype` are summed: at least float32, and enabled in JAX."""
   dtype = jax.dtypes.canonicalize_dtype(dtype)
-  # Not by promotion, which a user may have forbidden (`jax.numpy_dtype_promotion`).
+  # A user may have forbidden promotion (`jax.numpy_dtype_promotion`), so sizes are compared.
   is_wide_enough = jnp.issubdtype(dtype, jnp.inexact) and jnp.dtype(dtype).itemsize >= 4
   return jnp.dtype(dtype if is_wide_enough else jnp.float32)
 
 
 def widest_dtype(tree: _types.Tree) -> jnp.dtype:
-  """The dtype for reductions over real leaves: float32, or float64 where a leaf has it."""
+  """The dtype in which real leaves are summed: float64 if a leaf has it, else float32."""
   dtypes = [accumulator_dtype(leaf.dtype) for leaf in jax.tree.leaves(tree)]
   return max(dtypes, key=lambda dtype: dtype.itemsize, default=jnp.dtype(jnp.float32))
 
 
 def widen(x: jax.Array) -> jax.Array:
-  """An array in :func:`accumulator_dtype`."""
+  """Casts an array to :func:`accumulator_dtype`."""
   return x.astype(accumulator_dtype(x.dtype))
 
 
 def divide(x: jax.Array, divisor: jax.Array, largest: float = float("inf")) -> jax.Array:
-  """A quotient by a positive number, at most `largest`, made by multiplying.
+  """Divides by a positive number of at most `largest`, by multiplying with its inverse.
 
-  The product is computed again for each of its uses; a quotient would be stored (XLA 13). The two
-  are equal to the last bit for powers of two.
+  XLA computes a product again for each use, but stores a quotient (XLA 13). For powers of two the
+  result is exact.
   """
   dividend = widen(x)
   divisor = divisor.astype(dividend.real.dtype)
-  # The inverse of a larger number would not be a normal one.
+  # The inverse of a number above 2^126 is subnormal in float32.
   if largest > 2.0**126:
     shift = jnp.where(divisor > 2.0**64, 2.0**-64, 1.0).astype(divisor.dtype)
     dividend, divisor = dividend * shift, divisor * shift
@@ -93,12 +84,12 @@ def divide(x: jax.Array, divisor: jax.Array, largest: float = float("inf")) -> j
 
 
 def zeros_like_wide(tree: _types.SameTree) -> _types.SameTree:
-  """Zeros in :func:`accumulator_dtype`, sharded as the leaves are."""
+  """Zeros in :func:`accumulator_dtype`, with the shapes and shardings of the leaves."""
   return jax.tree.map(lambda x: jnp.zeros_like(x, accumulator_dtype(x.dtype)), tree)
 
 
 def sum_squares(x: jax.Array, axes: tuple[int, ...] | None = None) -> jax.Array:
-  """The sum of squares over `axes` (None: all), in :func:`accumulator_dtype`."""
+  """Sums squares over `axes`, or over all axes if None, in :func:`accumulator_dtype`."""
   widened = widen(x)
   return jnp.sum(widened * widened, axis=axes)
 
@@ -117,9 +108,9 @@ def sum_squares_of_tree(tree: _types.Tree) -> jax.Array:
 
 
 def stackable(keys: Sequence[Hashable], *columns: Sequence[jax.Array]) -> list[list[int]]:
-  """Groups leaves to be stacked: small ones of one type and key together, others alone.
+  """Groups the indices of leaves: small leaves of one key and type share a group.
 
-  Only equal shapes are stacked, along a new axis: sharded leaves stay on their devices.
+  A group is stacked along a new axis, so sharded leaves stay on their devices.
   """
   groups: dict[Hashable, list[int]] = {}
   for i, (key, *leaves) in enumerate(zip(keys, *columns, strict=True)):
@@ -130,7 +121,7 @@ def stackable(keys: Sequence[Hashable], *columns: Sequence[jax.Array]) -> list[l
 
 
 def stackable_leaves(*trees: _types.Tree) -> list[list[list[jax.Array]]]:
-  """Small leaves of one type together, so that one reduction does for them; of each tree."""
+  """Chunks of leaves that one reduction takes, each as a list of leaves for each tree."""
   columns = list(map(jax.tree.leaves, trees))
   groups = stackable([None] * len(columns[0]), *columns)
   chunks = [group[i : i + _TOGETHER] for group in groups for i in range(0, len(group), _TOGETHER)]
@@ -138,12 +129,12 @@ def stackable_leaves(*trees: _types.Tree) -> list[list[list[jax.Array]]]:
 
 
 def cast_like(tree: _types.SameTree, like: _types.Tree) -> _types.SameTree:
-  """Gives each array its counterpart's dtype, as conditionals, scans and compiled steps need.
+  """Casts each array to its counterpart's dtype, which conditionals, scans and compiled steps need.
 
-  Momentum of float16 params, for one, is float32 once a float32 gradient is added to it.
+  For example, float16 momentum becomes float32 when a float32 gradient is added to it.
   """
   return jax.tree.map(lambda x, y: x if _dtype(x) == _dtype(y) else x.astype(_dtype(y)), tree, like)
 
 
-def _dtype(x: Any) -> Any:
+def _dtype(x: jax.typing.ArrayLike) -> jnp.dtype:
   return jnp.result_type(x) if not hasattr(x, "dtype") else x.dtype

@@ -1,6 +1,6 @@
 """Batches, and the arrays in them that are not examples."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 
@@ -8,18 +8,18 @@ from optax_boost._foundation import _types
 
 
 class Constants(NamedTuple):
-  """Arrays in a batch that are not examples: those of a second model."""
+  """Arrays in a batch that are not examples, such as the params of a second model."""
 
-  arrays: tuple[Any, ...]
+  arrays: tuple[jax.Array, ...]
 
 
 def is_constants(node: _types.Tree) -> bool:
-  """Whether a node of a batch holds no examples."""
+  """Whether a node of a batch is :class:`Constants`."""
   return isinstance(node, Constants)
 
 
-def data_flags(data: Any) -> list[bool | None]:
-  """True for each leaf of a batch and of other data, None for the constants in it."""
+def data_flags(data: _types.Batch) -> list[bool | None]:
+  """One flag for each leaf of a batch: True for data, None for an array in :class:`Constants`."""
   flags: list[bool | None] = []
   for node in jax.tree.leaves(data, is_leaf=is_constants):
     flags += [None] * len(jax.tree.leaves(node)) if is_constants(node) else [True]

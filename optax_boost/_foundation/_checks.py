@@ -1,9 +1,10 @@
-"""Checks of the arguments that users pass, and the errors they raise."""
+"""Checks of the arguments that users pass to factories, and what their messages need."""
 
 from collections.abc import Sequence
 import inspect
 import math
 import numbers
+import types
 from typing import Any, TypeGuard
 
 import jax
@@ -13,12 +14,12 @@ import optax
 
 from optax_boost._foundation import _types
 
-# The largest count that int32 holds: counts are compared with int32 counters on the device.
+# The largest int32, since counters on the device are int32.
 LARGEST_COUNT = 2**31 - 1
 
 
 def shorten(value: _types.Unchecked, limit: int = 80) -> str:
-  """The repr of a value for a message, cut to `limit` characters; never raises."""
+  """The repr of a value for a message, cut to `limit` characters. It never raises."""
   try:
     text = repr(value)
   except Exception:
@@ -42,17 +43,17 @@ def is_integer(value: _types.Unchecked) -> bool:
   return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
-def _dtype_of(array: Any) -> Any:
+def _dtype_of(array: jax.typing.ArrayLike) -> jnp.dtype:
   # JAX has no dtype for a NumPy array of Python objects.
   return array.dtype if isinstance(array, np.ndarray | np.generic) else jnp.result_type(array)
 
 
-def _is_real(dtype: Any) -> bool:
+def _is_real(dtype: _types.Dtype) -> bool:
   return jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
 
 
 def concrete_number(value: _types.Unchecked) -> Any:
-  """A number or scalar array as a number; None for traced arrays, whose values are unknown."""
+  """The number that a number or a scalar array holds; None if it is traced or on other hosts."""
   if not is_any_array(value):
     return value
   array = value if isinstance(value, np.ndarray | jax.Array) else value.__jax_array__()
@@ -63,12 +64,12 @@ def concrete_number(value: _types.Unchecked) -> Any:
   return None
 
 
-def check_floating_dtype(name: str, value: Any, *, optional: bool = False) -> None:
+def check_floating_dtype(name: str, value: _types.Dtype | None, *, optional: bool = False) -> None:
   """Raises TypeError unless an argument names a floating dtype."""
   try:
-    # NumPy takes None for float64 and an array for its dtype.
-    named = value is not None and not is_any_array(value)
-    floating = named and jnp.issubdtype(jnp.dtype(value), jnp.floating)
+    # NumPy would read None as float64, and an array as its dtype.
+    is_name = value is not None and not is_any_array(value)
+    floating = is_name and jnp.issubdtype(jnp.dtype(value), jnp.floating)
   except (TypeError, ValueError):
     floating = False
   if not (floating or (optional and value is None)):
@@ -86,9 +87,9 @@ def check_number(
   below: float = math.inf,
   positive: bool = False,
 ) -> None:
-  """Checks a real hyperparameter: TypeError for another kind, ValueError out of range.
+  """Checks a real hyperparameter: TypeError unless it is a real number, ValueError out of range.
 
-  Traced values pass, as under ``optax.inject_hyperparams``; `below` is exclusive.
+  `below` is an exclusive bound. Traced values pass, as under ``optax.inject_hyperparams``.
   """
   if is_any_array(value):
     dtype = _dtype_of(value)
@@ -119,7 +120,7 @@ def check_number(
     required = " and ".join(text for _, text, applies in bounds if applies)
     advice = ""
     if is_array(value) and dtype in (jnp.float16, jnp.bfloat16):
-      # In float16 65,536 is infinite, in bfloat16 0.999 is 1.
+      # For example, 65,536 is infinite in float16, and 0.999 is 1 in bfloat16.
       advice = (
         f" Under `optax.inject_hyperparams` numbers have the params' dtype, here {dtype}: pass"
         " `hyperparam_dtype=jnp.float32`."
@@ -135,7 +136,7 @@ def check_whole_number(
   maximum: int = LARGEST_COUNT,
   static: bool = False,
 ) -> None:
-  """Checks a count; traced arrays pass, but none if `static`: the program is made for it."""
+  """Checks a count. Traced arrays pass, unless the count is `static`: it sets a shape."""
   array = is_any_array(value) and jnp.issubdtype(_dtype_of(value), jnp.integer)
   if not (array or is_integer(value)):
     raise TypeError(f"`{name}` must be a whole number; got {shorten(value)}.")
@@ -165,8 +166,10 @@ def check_callable(
     raise TypeError(f"`{name}` must be callable{how}; got {shorten(value)}.")
 
 
-def check_type(name: str, value: _types.Unchecked, kind: Any, words: str) -> None:
-  """Raises TypeError unless an argument is of a type, which `words` describe."""
+def check_type(
+  name: str, value: _types.Unchecked, kind: type | types.UnionType, words: str
+) -> None:
+  """Raises TypeError unless an argument has a type; `words` describe the type."""
   if not isinstance(value, kind):
     raise TypeError(f"`{name}` must be {words}; got {shorten(value)}.")
 
@@ -174,7 +177,7 @@ def check_type(name: str, value: _types.Unchecked, kind: Any, words: str) -> Non
 def check_transformation(
   name: str, value: _types.Unchecked
 ) -> optax.GradientTransformationExtraArgs:
-  """Checks an argument that is a transformation, and lets it swallow extra arguments."""
+  """Checks a transformation, and returns it with an ``update`` that accepts all extra arguments."""
   if not isinstance(value, optax.GradientTransformation):
     hint = "Did you pass the factory instead of what it returns?"
     if isinstance(value, optax.MultiSteps):
@@ -195,7 +198,7 @@ def check_transformation(
     return tx.update(updates, state, params, **accepted)
 
   update.wraps = tx  # type: ignore[attr-defined]
-  # Some of optax's methods refuse extra arguments that they don't name.
+  # `optax.with_extra_args_support` returns methods that refuse unknown extra arguments unchanged.
   return optax.GradientTransformationExtraArgs(tx.init, update)
 
 
@@ -206,7 +209,7 @@ def check_learning_rate(learning_rate: _types.Unchecked, name: str = "learning_r
 
 
 def as_key(name: str, key: Any) -> jax.Array:
-  """Makes a typed key of a key or an integer seed."""
+  """Returns a key, or makes one of an integer seed."""
   if isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
     if key.shape:
       raise ValueError(f"`{name}` must be one key; got an array of keys of shape {key.shape}.")
@@ -222,7 +225,7 @@ def as_key(name: str, key: Any) -> jax.Array:
 
 
 def check_key(name: str, key: _types.Unchecked) -> None:
-  """Raises TypeError unless an argument is one key; a step would make a seed a key each time."""
+  """Raises TypeError unless an argument is None or one key; an integer seed is not a key."""
   is_one_key, got = key is None, shorten(key)
   if isinstance(key, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
     typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
@@ -235,7 +238,7 @@ def check_key(name: str, key: _types.Unchecked) -> None:
 def check_name(
   argument: str, value: _types.Unchecked, allowed: Sequence[str], *, optional: bool = False
 ) -> None:
-  """Checks an argument that is one of several names."""
+  """Checks that an argument is one of several names."""
   if optional and value is None:
     return
   error = ValueError if isinstance(value, str) else TypeError

@@ -1,4 +1,4 @@
-"""Computations under a condition, in place where XLA can."""
+"""Computations under a condition, which update buffers in place where XLA can."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,31 +11,36 @@ from optax_boost._foundation import _arrays, _mesh_axes, _types
 
 
 def is_concrete(condition: _types.Unchecked) -> bool:
-  """Whether a condition is known; ``lax.cond`` would then be compiled again at every step."""
+  """Whether a condition is known outside of a trace, where each ``lax.cond`` would be compiled."""
   return not isinstance(condition, jax.core.Tracer)
 
 
 def both(first: _types.Condition, second: _types.Condition) -> _types.Condition:
-  """Whether two conditions hold; a condition that always holds is Python's True."""
+  """Whether two conditions hold; True, if one always holds, leaves no operation in the program."""
   if first is True or first is second:
     return second
   return first if second is True else first & second
 
 
 def cond(
-  condition: jax.Array, if_true: Callable[..., Any], if_false: Callable[..., Any], *args: Any
-) -> Any:
-  """``lax.cond`` for traced conditions, a plain choice for known ones."""
+  condition: _types.Condition,
+  if_true: Callable[..., _types.SameTree],
+  if_false: Callable[..., _types.SameTree],
+  *args: Any,
+) -> _types.SameTree:
+  """Calls ``lax.cond`` for a traced condition, or one of the functions for a known condition."""
   if is_concrete(condition):
     return if_true(*args) if condition else if_false(*args)
   return jax.lax.cond(condition, if_true, if_false, *args)
 
 
-def once_if(condition: Any, function: Callable[..., Sequence[Any]], *carry: Any) -> tuple[Any, ...]:
+def once_if(
+  condition: _types.Condition, function: Callable[..., Sequence[Any]], *carry: Any
+) -> tuple[Any, ...]:
   """Calls ``function(*carry)`` if `condition`, else returns `carry`; updates buffers in place.
 
-  Returns ``(called, *results)``. `called` equals the condition, but a value that depends on it is
-  computed after the call.
+  Returns ``(called, *results)``. Use `called` in place of the condition for what must be computed
+  after the call.
   """
 
   def call(carry: Sequence[Any]) -> tuple[Any, ...]:
@@ -56,14 +61,14 @@ def once_if(condition: Any, function: Callable[..., Sequence[Any]], *carry: Any)
 def replace_if(
   condition: Any, function: Callable[..., _types.SameTree], old: _types.SameTree, *operands: Any
 ) -> _types.SameTree:
-  """``function(old, *operands)`` if `condition`, else `old`; in place, and differentiable.
+  """Returns ``function(old, *operands)`` if `condition`, else `old`; in place and differentiable.
 
-  A while loop has no reverse-mode derivative, but one that makes at most one turn has. `function`
-  must not close over arrays that are differentiated.
+  A derivative rule of its own replaces the while loop's, which lacks reverse mode. `function` must
+  not close over differentiated arrays.
   """
 
   @jax.custom_jvp
-  def replaced(condition: Any, old: Any, *operands: Any) -> Any:
+  def replaced(condition: _types.Condition, old: _types.Tree, *operands: Any) -> Any:
     _, new = once_if(condition, lambda kept: (function(kept, *operands),), old)
     return new
 
@@ -81,14 +86,14 @@ def replace_if(
 
 
 def update_if(
-  condition: jax.Array,
+  condition: _types.Condition,
   update: Callable[[optax.OptState], tuple[optax.Updates, optax.OptState]],
   state: optax.OptState,
   shapes: _types.Tree = None,
 ) -> tuple[optax.Updates, optax.OptState]:
-  """Makes an update under a condition; otherwise updates are zero and the state is `state`.
+  """Returns ``update(state)`` if `condition`, else zero updates and `state`.
 
-  `shapes` are the abstract updates, if they are known already.
+  `shapes` are the abstract updates; without them, `update` is traced once more.
   """
 
   def step(state: optax.OptState) -> tuple[optax.Updates, optax.OptState]:
@@ -96,7 +101,7 @@ def update_if(
     return updates, _arrays.cast_like(moved, state)
 
   def skip(state: optax.OptState) -> tuple[optax.Updates, optax.OptState]:
-    # With the sharding of the type, which meshes with explicit axes ask of both branches.
+    # On a mesh with Explicit axes, both branches must return the same shardings.
     zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype, device=s.sharding), shapes)
     return jax.tree.map(_mesh_axes.vary, zeros, shapes), state
 
@@ -104,17 +109,17 @@ def update_if(
     return step(state)
   if shapes is None:
     shapes, _ = jax.eval_shape(update, state)
-  # On a mesh with explicit axes zeros are made inside of a trace only.
+  # On a mesh with Explicit axes, sharded zeros can be made only inside of a trace.
   on_mesh = any(shape.sharding is not None for shape in jax.tree.leaves(shapes))
   return (jax.lax.cond if on_mesh else cond)(condition, step, skip, state)
 
 
-def nan_if(condition: Any, tree: _types.SameTree) -> _types.SameTree:
-  """NaN in all floating-point leaves if `condition`; None: the tree as it is."""
+def nan_if(condition: _types.Condition | None, tree: _types.SameTree) -> _types.SameTree:
+  """Fills floating-point leaves with NaN if `condition`; returns the tree if that is None."""
   if condition is None:
     return tree
 
-  def replaced(x: Any) -> Any:
+  def replaced(x: jax.Array) -> jax.Array:
     inexact = jnp.issubdtype(jnp.result_type(x), jnp.inexact)
     return jnp.where(condition, jnp.full_like(x, jnp.nan), x) if inexact else x
 

@@ -1,6 +1,6 @@
 """Extra arguments of ``update``: gradients, and functions of params."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from optax_boost._foundation import _arrays, _masks, _types
@@ -9,7 +9,7 @@ _Value = TypeVar("_Value")
 
 
 def require_extra(value: _Value | None, name: str, method: str, purpose: str) -> _Value:
-  """Returns an extra argument; ValueError if ``update`` lacks it. `purpose` describes it."""
+  """Returns an extra argument that ``update`` needs; ValueError, with its `purpose`, if missing."""
   if value is None:
     raise ValueError(
       f"`{method}` needs the extra argument `{name}` ({purpose}); got none. Call"
@@ -20,28 +20,28 @@ def require_extra(value: _Value | None, name: str, method: str, purpose: str) ->
 
 
 def as_jax_gradients(extra_args: _types.ExtraArgs) -> _types.ExtraArgs:
-  """The extra arguments of ``update`` with the loss and its gradient as :func:`as_jax` has them."""
+  """Converts the extra arguments `value` and `grad` by :func:`_arrays.as_jax`."""
   return extra_args | {
     name: _arrays.as_jax(extra_args[name]) for name in ("value", "grad") if name in extra_args
   }
 
 
 def map_gradients(
-  function: Callable[[_types.Tree], _types.Tree],
-  updates: _types.Tree,
-  extra_args: Mapping[str, Any],
-) -> tuple[Any, _types.ExtraArgs]:
-  """Applies a function to all gradients: `updates`, the extra arguments `grad` and `grad_fn`."""
+  function: Callable[[_types.Updates], _types.Updates],
+  updates: _types.Updates,
+  extra_args: _types.ExtraArgs,
+) -> tuple[_types.Updates, _types.ExtraArgs]:
+  """Applies a function to all gradients: to `updates`, `grad`, and what `grad_fn` returns."""
   extra = dict(extra_args)
 
-  def apply(gradients: _types.Tree) -> _types.Tree:
-    # A method further inside may see fewer leaves than the function.
+  def apply(gradients: _types.Updates) -> _types.Updates:
+    # `gradients` may hide more leaves than `updates`, on which the function was built.
     seen = _masks.mask_like(gradients, updates)
     return _masks.mask_like(function(_masks.fill_masked(seen, updates)), seen)
 
   if extra.get("grad") is not None:
     if _masks.leaves_like(extra["grad"], updates) is None:
-      # It has other leaves, as inside ``optax.flatten``. A method that needs `grad` then misses it.
+      # Inside ``optax.flatten``, `grad` has other leaves; methods that need it report it missing.
       del extra["grad"]
     else:
       extra["grad"] = apply(extra["grad"])
@@ -52,13 +52,13 @@ def map_gradients(
 
 
 def ignoring_closures(function: _types.Closure) -> _types.Closure:
-  """A function of params that lets the other extra arguments pass.
+  """Makes a function of params ignore our extra arguments, which optax's line searches pass to it.
 
-  optax's line searches pass them on, and look for their names in its signature.
+  A line search passes those extra arguments whose names it finds in the signature.
   """
 
   def call(
-    params: _types.Tree,
+    params: _types.Params,
     *args: Any,
     grad_fn: _types.Unchecked = None,
     full_grad_fn: _types.Unchecked = None,

@@ -1,20 +1,20 @@
-"""Files that are written whole or not at all."""
+"""Atomic writing of files: a file is written whole or not at all."""
 
 from collections.abc import Callable
 import os
 import pathlib
 import secrets
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 
-def write_atomically(path: str | os.PathLike[str], write: Callable[[BinaryIO], Any]) -> None:
-  """Writes a file under a temporary name in its folder, then renames it; the last writer wins.
+def write_atomically(path: str | os.PathLike[str], write: Callable[[BinaryIO], object]) -> None:
+  """Writes a file under a temporary name in its folder, then renames it to `path`.
 
-  The target of a symbolic link is replaced, not the link; permissions stay. An OSError names
-  `path` and leaves the old file unchanged.
+  A symbolic link stays, and its target is replaced; permissions stay. An OSError names `path` and
+  leaves the old file unchanged.
   """
   target = pathlib.Path(os.path.realpath(path))
-  # Not `tempfile.mkstemp`, whose files only their owner may read.
+  # `tempfile.mkstemp` would make a file that only its owner may read.
   temporary = target.with_name(f".{target.name[:40]}.{secrets.token_hex(8)}.tmp")
   try:
     with open(temporary, "xb") as file:
@@ -25,7 +25,7 @@ def write_atomically(path: str | os.PathLike[str], write: Callable[[BinaryIO], A
       os.chmod(temporary, target.stat().st_mode & 0o777)
     os.replace(temporary, target)
   except OSError as error:
-    # A full disk's error names no file, and others name the temporary one.
+    # Errors name the temporary file; that of a full disk names none.
     message = os.strerror(error.errno) if error.errno else f"can't be written: {error}"
     raise OSError(error.errno, message, os.fspath(path)) from error
   finally:

@@ -1,29 +1,31 @@
-"""The mean gradient over all of the data, in one pass over its batches."""
+"""``full_gradient``: the mean gradient over all of the data, in one pass over its batches."""
 
 from collections.abc import Callable, Iterable, Mapping
 import functools
 import math
 import numbers
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_boost._foundation import _arrays, _batches, _checks, _progress, _tree_checks
+from optax_boost._foundation import _arrays, _batches, _checks, _progress, _tree_checks, _types
 
 _METHOD = "full_gradient"
+# The sum of weighted gradients, and the sum of weights.
+_Sums: TypeAlias = tuple[_types.Updates, jax.Array]
 
 
 def full_gradient(
-  grad_fn: Callable[..., Any],
+  grad_fn: _types.Closure,
   params: optax.Params,
   batches: Any,
   *,
   stacked: bool = False,
   rng: jax.Array | None = None,
-  weight_fn: Callable[[Any], Any] | None = None,
+  weight_fn: _types.WeightFn | None = None,
   progress: bool = False,
 ) -> optax.Updates:
   r"""The mean gradient over all of the data.
@@ -86,19 +88,19 @@ def full_gradient(
 
 
 def mean_over_batches(
-  function: Callable[..., Any],
-  params: Any,
-  batches: Iterable[Any],
+  function: _types.Closure,
+  params: _types.Params,
+  batches: Iterable[_types.Batch],
   rng: jax.Array | None,
-  weight_fn: Callable[[Any], Any] | None,
+  weight_fn: _types.WeightFn | None,
   progress: bool,
   method: str,
   shown_as: str,
-  on_batch: Callable[[Any], None] = lambda batch: None,
-) -> Any:
-  """The weighted mean over batches of ``function(params, batch)``, a tree like `params`.
+  on_batch: Callable[[_types.Batch], None] = lambda batch: None,
+) -> _types.Updates:
+  """The mean over batches of ``function(params, batch)``, weighted by their numbers of examples.
 
-  `on_batch` is called with the arrays of each batch.
+  The result is a tree like `params`. `on_batch` is called with the arrays of each batch.
   """
   iterable = hasattr(batches, "__iter__") or hasattr(batches, "__getitem__")
   if not iterable or isinstance(batches, Mapping | str | bytes | type):
@@ -106,8 +108,8 @@ def mean_over_batches(
       f"`batches` must be an iterable of batches; got {_checks.shorten(batches)}. A single batch is"
       " passed as `[batch]`."
     )
-  # A Partial is an argument of the jitted function, so its bound arrays may change without a
-  # recompilation.
+  # The arrays that a Partial binds are arguments of the jitted function, not constants, so other
+  # arrays need no recompilation.
   partial = isinstance(function, jax.tree_util.Partial)
   bound = function if partial else jax.tree_util.Partial(function)
   carry, structure = (_arrays.zeros_like_wide(params), jnp.zeros([])), None
@@ -122,7 +124,7 @@ def mean_over_batches(
         f"`{method}` needs batches of one tree structure; batch {index} has"
         f" {jax.tree.structure(arrays)}, the first had {structure}."
       )
-    # Dispatch runs ahead of the device; unchecked, a fast loader's batches would pile up.
+    # Wait for the batch before: a loader faster than the device would fill the memory with batches.
     jax.block_until_ready(carry[1])
     weight = _weight(arrays, weight_fn, index, method)
     on_batch(arrays)
@@ -139,8 +141,14 @@ def mean_over_batches(
   return _mean(carry)
 
 
-def _scan(grad_fn: Any, params: Any, batches: Any, rng: Any, weight_fn: Any) -> optax.Updates:
-  """The mean gradient over stacked batches."""
+def _scan(
+  grad_fn: _types.Closure,
+  params: _types.Params,
+  batches: _types.Batch,
+  rng: jax.Array | None,
+  weight_fn: _types.WeightFn | None,
+) -> _types.Updates:
+  """The mean gradient over batches that are stacked along the first axis."""
   shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(batches)]
   lengths = {shape[:1] for shape in shapes}
   if len(lengths) != 1 or not all(n and n[0] for n in lengths):
@@ -150,7 +158,7 @@ def _scan(grad_fn: Any, params: Any, batches: Any, rng: Any, weight_fn: Any) -> 
     )
   ((length,),) = lengths
 
-  def body(carry: Any, xs: Any) -> tuple[Any, None]:
+  def body(carry: _Sums, xs: tuple[jax.Array, _types.Batch]) -> tuple[_Sums, None]:
     index, batch = xs
     weight = 1.0 if weight_fn is None else _check_weight(weight_fn(batch))
     return _add(carry, grad_fn, params, batch, weight, rng, index), None
@@ -160,25 +168,31 @@ def _scan(grad_fn: Any, params: Any, batches: Any, rng: Any, weight_fn: Any) -> 
   return _mean(carry)
 
 
-def _mean(carry: tuple[Any, jax.Array]) -> Any:
+def _mean(carry: _Sums) -> _types.Updates:
   total, weights = carry
   return jax.tree.map(lambda t: t / weights.astype(t.dtype), total)
 
 
 def _add(
-  carry: Any, grad_fn: Any, params: Any, batch: Any, weight: Any, rng: Any, index: Any
-) -> tuple[Any, jax.Array]:
+  carry: _Sums,
+  grad_fn: _types.Closure,
+  params: _types.Params,
+  batch: _types.Batch,
+  weight: jax.typing.ArrayLike,
+  rng: jax.Array | None,
+  index: jax.typing.ArrayLike,
+) -> _Sums:
   """Adds a batch's weighted gradient and its weight to their sums."""
   total, weights = carry
   weight = jnp.asarray(weight, weights.dtype)
-  # A negative weight makes the full gradient NaN, and a refresh with NaN is counted and not made.
+  # A negative weight makes the full gradient NaN, and `refresh_svrg` skips and counts a NaN.
   weight = jnp.where(weight >= 0, weight, jnp.nan)
   key = () if rng is None else (jax.random.fold_in(rng, index),)
   gradients = grad_fn(params, batch, *key)
-  check_gradients(gradients, params, "grad_fn")
+  _tree_checks.check_gradients(gradients, params, "grad_fn")
 
   def add(t: jax.Array, g: jax.Array) -> jax.Array:
-    # The mean over no examples is nan: selected away, not multiplied by zero.
+    # The gradient of a batch of weight 0 may be NaN, which a product with 0 would keep.
     return jnp.where(weight == 0, t, t + weight.astype(t.dtype) * g.astype(t.dtype))
 
   return jax.tree.map(add, total, gradients), weights + weight
@@ -187,7 +201,9 @@ def _add(
 _jitted_add = jax.jit(_add, donate_argnums=0)
 
 
-def _weight(batch: Any, weight_fn: Callable[[Any], Any] | None, index: int, method: str) -> float:
+def _weight(
+  batch: _types.Batch, weight_fn: _types.WeightFn | None, index: int, method: str
+) -> float:
   """The number of examples in a batch of a streamed pass."""
   if weight_fn is not None:
     weight = float(_check_weight(weight_fn(batch)))
@@ -207,7 +223,8 @@ def _weight(batch: Any, weight_fn: Callable[[Any], Any] | None, index: int, meth
   return float(lengths.pop()[0])
 
 
-def _check_weight(weight: Any) -> Any:
+def _check_weight(weight: Any) -> _types.FloatScalar:
+  """Raises TypeError unless `weight_fn` returned a real number."""
   array = _checks.is_any_array(weight)
   real = isinstance(weight, numbers.Real) or (array and jnp.isrealobj(weight))
   if not real or jnp.shape(weight) != ():
@@ -218,8 +235,8 @@ def _check_weight(weight: Any) -> Any:
   return weight
 
 
-def _as_array(index: int, path: Any, leaf: Any) -> Any:
-  """Returns JAX's and NumPy's arrays unchanged, and other arrays, as PyTorch's, as NumPy's."""
+def _as_array(index: int, path: _types.KeyPath, leaf: Any) -> _types.Leaf:
+  """Returns arrays of JAX and NumPy unchanged; converts others, such as PyTorch's, to NumPy."""
   if isinstance(leaf, jax.Array):
     return leaf
   array = leaf if isinstance(leaf, np.ndarray | np.generic | numbers.Number) else np.asarray(leaf)
@@ -231,20 +248,3 @@ def _as_array(index: int, path: Any, leaf: Any) -> Any:
       f" {_checks.shorten(leaf)} of dtype {dtype}. Leave it out of the batches."
     )
   return array
-
-
-def check_gradients(gradients: Any, params: Any, source: str) -> None:
-  """Refuses gradients, returned by the function `source`, that do not fit the params."""
-  got: Any = jax.tree.structure(gradients)
-  want: Any = jax.tree.structure(params)
-  if got == want:
-    real_gradients = jax.tree.map(
-      lambda g, p: None if jnp.iscomplexobj(p) else g, gradients, params
-    )
-    _tree_checks.check_floating(real_gradients, source, "Give gradients as `jax.grad` does.")
-  shapes = [getattr(leaf, "shape", ()) for leaf in jax.tree.leaves(gradients)]
-  if got != want or shapes != [jnp.shape(leaf) for leaf in jax.tree.leaves(params)]:
-    raise ValueError(
-      f"`{source}` must give gradients of the params' tree structure and shapes; got {got} with"
-      f" shapes {shapes} for params {want}. Without aux: only the gradients."
-    )

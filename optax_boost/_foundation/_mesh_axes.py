@@ -1,6 +1,4 @@
-"""Names of mesh axes: which are bound, and along which an array varies."""
-
-from typing import Any
+"""Names of mesh axes: which of them are bound, and along which of them an array varies."""
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +17,9 @@ def check_axis_name(name: str, value: _types.Unchecked) -> None:
 
 
 def require_axis(
-  name: str, value: str | tuple[str, ...] | None, method: str, *, optional: bool = True
+  name: str, value: _types.AxisName | None, method: str, *, optional: bool = True
 ) -> int:
-  """The size of mesh axes; ValueError unless they are bound around ``update``."""
+  """Returns the size of mesh axes; raises ValueError unless they are bound around ``update``."""
   if not value:
     return 1
   try:
@@ -34,8 +32,8 @@ def require_axis(
     ) from error
 
 
-def bound_axis(value: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
-  """The mesh axes if they are bound here, or None."""
+def bound_axis(value: _types.AxisName | None) -> _types.AxisName | None:
+  """Returns names of mesh axes if they are bound where this is called, else None."""
   if not value:
     return None
   try:
@@ -45,16 +43,16 @@ def bound_axis(value: str | tuple[str, ...] | None) -> str | tuple[str, ...] | N
   return value
 
 
-def varying_axes(aval: Any) -> frozenset[str]:
-  """The mesh axes along which an array of a type, or an abstract one, varies in ``shard_map``."""
-  # Older versions of JAX have the second name.
+def varying_axes(aval: _types.ArrayType) -> frozenset[str]:
+  """The mesh axes along which arrays of a type differ between devices in ``shard_map``."""
+  # JAX before 0.8 calls it `vma`.
   manual = getattr(aval, "manual_axis_type", None)
   return frozenset(manual.varying if manual is not None else getattr(aval, "vma", None) or ())
 
 
-def vary(x: Any, shape: Any) -> jax.Array:
-  """Makes an array vary over the mesh axes over which another does in ``shard_map``."""
-  varying = tuple(varying_axes(shape) - varying_axes(jax.typeof(x)))
+def vary(x: jax.Array, like: _types.ArrayType) -> jax.Array:
+  """Marks an array as varying along the mesh axes along which `like` varies in ``shard_map``."""
+  varying = tuple(varying_axes(like) - varying_axes(jax.typeof(x)))
   if not varying:
     return x
   if hasattr(jax.lax, "pcast"):
@@ -62,10 +60,8 @@ def vary(x: Any, shape: Any) -> jax.Array:
   return jax.lax.pvary(x, varying)  # type: ignore[attr-defined]  # older JAX
 
 
-def on_all_devices(
-  flags: jax.Array, axis_name: str | tuple[str, ...] | None, method: str
-) -> jax.Array:
-  """Whether flags hold on all devices along the mesh axes; None: on this one."""
+def on_all_devices(flags: jax.Array, axis_name: _types.AxisName | None, method: str) -> jax.Array:
+  """Whether flags hold on all devices along the mesh axes; without axes, returns the flags."""
   if axis_name is None:
     return flags
   require_axis("axis_name", axis_name, method)

@@ -1,14 +1,13 @@
 """A mask that selects leaves by their path."""
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 
-from optax_boost._foundation import _patterns, _selectors
+from optax_boost._foundation import _patterns, _selectors, _types
 
 
-def path_mask(*patterns: str) -> Callable[[Any], Any]:
+def path_mask(*patterns: str) -> Callable[[_types.Params], _types.Tree]:
   """A mask for ``optax.masked`` that selects leaves by their path.
 
   Args:
@@ -36,7 +35,7 @@ def path_mask(*patterns: str) -> Callable[[Any], Any]:
   for pattern in patterns:
     _patterns.compile_pattern("patterns", pattern)
 
-  def mask(params: Any) -> Any:
+  def mask(params: _types.Params) -> _types.Tree:
     selected = _selectors.select(params, patterns, "patterns")
     return jax.tree.unflatten(jax.tree.structure(params), selected)
 

@@ -1,29 +1,29 @@
-"""The paths of leaves, which patterns select and messages name."""
+"""The paths of leaves, by which patterns select leaves and messages name them."""
 
 import jax
 
 from optax_boost._foundation import _types
 
-# The key paths from an NNX variable to its value.
+# The path from an NNX variable to its value, in versions of Flax.
 _BOXED = [(jax.tree_util.GetAttrKey(name),) for name in ("value", "raw_value")]
 
 
 def leaf_name(path: str) -> str:
-  """A leaf's path for a message; the only leaf of a bare array is called "params"."""
+  """A leaf's path for a message; a tree that is one array, whose path is empty, is "params"."""
   return path or "params"
 
 
 def leaf_paths(tree: _types.Tree, is_leaf: _types.LeafTest | None = None) -> list[str]:
-  """The path of every leaf, in the order of ``jax.tree.leaves``; ``""`` for a single leaf.
+  """The path of each leaf, in the order of ``jax.tree.leaves``; ``""`` for a tree that is a leaf.
 
-  A trailing ``.value`` inside an NNX variable is dropped: patterns need not know of it.
+  The paths of leaves in NNX variables lack the last ``.value``, so patterns need not match it.
   """
   keys = leaf_keys(tree, is_leaf)
   return [jax.tree_util.keystr(path, simple=True, separator="/") for path in keys]
 
 
 def leaf_keys(tree: _types.Tree, is_leaf: _types.LeafTest | None = None) -> list[_types.KeyPath]:
-  """The keys that :func:`leaf_paths` joins."""
+  """The path of each leaf as JAX's keys, which :func:`leaf_paths` joins."""
   flatten = jax.tree_util.tree_flatten_with_path
   paths = [path for path, _ in flatten(tree, is_leaf=is_leaf)[0]]
   boxes = set()
@@ -33,7 +33,7 @@ def leaf_keys(tree: _types.Tree, is_leaf: _types.LeafTest | None = None) -> list
 
 
 def is_box(node: _types.Tree) -> bool:
-  """Whether a node wraps one value, as variables of NNX and Linen's partitioning metadata do."""
-  # By its children, of which a mask hides none; named tuples are the user's own containers.
+  """Whether a node wraps one value, as NNX variables and Linen's partitioning metadata do."""
+  # `is_leaf` makes a hidden value a child, too. A named tuple with a `value` is a container.
   children = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)[0]
   return len(children) == 1 and children[0][0] in _BOXED and not isinstance(node, tuple)

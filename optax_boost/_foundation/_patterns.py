@@ -2,34 +2,31 @@
 
 from collections.abc import Callable, Sequence
 import re
-from typing import Any
 
 from optax_boost._foundation import _checks, _masks, _paths, _types, _warnings
 
-# Where a match may begin and end: at either side of a `/`, and at the ends of a path. Names of
-# PyTorch and MindSpore in a flat dict, as `fc1.bias`, have dots instead.
+# A match begins and ends beside a `/` or a dot, or at an end of the path. Dots separate modules in
+# the names of PyTorch and MindSpore, such as `fc1.bias`.
 _SEGMENT_BOUNDARY = r"(?:\A|\Z|(?<=[/.])|(?=[/.]))"
-
-
-# Python allows flags for a whole expression, as `(?i)`, only at its start.
+# Python allows flags such as `(?i)` only at the start of an expression.
 _LEADING_FLAGS = re.compile(r"(?:\(\?[aiLmsux]+\))*")
 
 
-def compile_pattern(argument: str, pattern: Any) -> re.Pattern[str]:
+def compile_pattern(argument: str, pattern: str) -> re.Pattern[str]:
   """Compiles a user's regular expression so that ``search`` finds whole segments of a path.
 
-  A match begins and ends at a segment boundary, so `blocks/1` is found in ``blocks/1/kernel`` and
-  not in ``blocks/10/kernel``. TypeError for no string, ValueError for a bad expression.
+  For example, `blocks/1` is found in ``blocks/1/kernel``, but not in ``blocks/10/kernel``. Raises
+  TypeError for anything but a string, ValueError for a bad expression.
   """
-  compiled = compile_within_segments(argument, pattern)
-  flags = _LEADING_FLAGS.match(pattern)[0]  # type: ignore[index]  # it matches anything
-  # In a verbose expression, a comment may be last.
+  compiled = _compile_within_segments(argument, pattern)
+  flags = _LEADING_FLAGS.match(pattern)[0]  # type: ignore[index]  # it matches any string
+  # A verbose expression may end with a comment, which a line break ends.
   end = "\n)" if compiled.flags & re.VERBOSE else ")"
   whole = f"{flags}{_SEGMENT_BOUNDARY}(?:{pattern[len(flags) :]}{end}{_SEGMENT_BOUNDARY}"
   return re.compile(whole)
 
 
-def compile_within_segments(argument: str, pattern: _types.Unchecked) -> re.Pattern[str]:
+def _compile_within_segments(argument: str, pattern: _types.Unchecked) -> re.Pattern[str]:
   """Like :func:`compile_pattern`, but matches may begin and end within a segment."""
   if not isinstance(pattern, str):
     raise TypeError(
@@ -46,7 +43,7 @@ def compile_within_segments(argument: str, pattern: _types.Unchecked) -> re.Patt
 
 
 def check_patterns(name: str, value: _types.Unchecked, words: str) -> None:
-  """Checks a sequence of regular expressions, at least one; `words` say what else is allowed."""
+  """Checks a sequence of one or more regular expressions; `words` describe it in the message."""
   if not (isinstance(value, list | tuple) and value and all(isinstance(p, str) for p in value)):
     raise TypeError(f"`{name}` must be {words}; got {_checks.shorten(value)}.")
   for pattern in value:
@@ -61,10 +58,10 @@ def first_match(
   tree: _types.Tree = None,
   required: bool = False,
 ) -> list[int | None]:
-  """For each path, the index of the first pattern that matches it; warns of idle patterns.
+  """Returns the index of the first pattern that matches each path, or None.
 
-  Patterns of leaves that are masked in `tree` are not idle. If `required`, ValueError for them
-  instead of a warning.
+  Warns of patterns that match no path and no leaf that `tree` hides; if `required`, raises
+  ValueError for them.
   """
   found = _matches(argument, patterns, paths, tree, required=required)
   return [matches[0] if matches else None for matches in found]
@@ -74,16 +71,15 @@ def assign_groups(
   argument: str,
   group_of_pattern: Sequence[tuple[str, int]],
   paths: Sequence[str],
-  advice: str = "",
+  advice: str = "Write patterns of which only one matches it.",
   *,
   tree: _types.Tree = None,
   hint: Callable[[str, Sequence[str]], str] | None = None,
 ) -> list[int | None]:
-  """For each path, the group whose pattern matches it, or None; warns of idle patterns.
+  """Returns the group whose pattern matches each path, or None.
 
-  Patterns of leaves that are masked in `tree` are not idle. ValueError for a path that patterns of
-  two groups match; `advice` ends its message. ``hint(pattern, paths)`` ends the warning of an
-  idle pattern.
+  Raises ValueError, which `advice` ends, for a path that patterns of two groups match. Warns as
+  :func:`first_match` does; ``hint(pattern, paths)`` ends the warning.
   """
   groups: list[int | None] = []
   patterns = [pattern for pattern, _ in group_of_pattern]
@@ -97,8 +93,7 @@ def assign_groups(
         raise ValueError(
           f"`{argument}` must put each leaf into one group; got the leaf"
           f" '{_paths.leaf_name(path)}', which {patterns[matches[0]]!r} of group {groups[-1]}"
-          f" and {patterns[other]!r} of group {group_of_pattern[other][1]} match. Write"
-          f" patterns of which only one matches it.{advice}"
+          f" and {patterns[other]!r} of group {group_of_pattern[other][1]} match. {advice}"
         )
   return groups
 
@@ -112,11 +107,7 @@ def _matches(
   hint: Callable[[str, Sequence[str]], str] | None = None,
   required: bool = False,
 ) -> list[list[int]]:
-  """For each path, the indices of the patterns that match whole segments of it.
-
-  Warns of patterns that match neither a path nor a leaf that is masked in `tree`; if `required`,
-  raises ValueError. The rule of segments: :func:`optax_boost._foundation.compile_pattern`.
-  """
+  """Returns the indices of the patterns that match each path; warns as :func:`first_match` does."""
   compiled = [compile_pattern(argument, pattern) for pattern in patterns]
   matches = [[i for i, p in enumerate(compiled) if p.search(path)] for path in paths]
   matching = {i for match in matches for i in match}
@@ -128,25 +119,20 @@ def _matches(
       _whole_segments_hint(argument, pattern, paths) or (hint(pattern, paths) if hint else "")
       for pattern in idle
     )
-    message = f"`{argument}` has patterns that match no leaf: {idle}.{hints}"
+    message = f"`{argument}` has patterns that match no leaf: {idle}."
+    message += hints or _warnings.list_leaves(paths)
     if required:
-      raise ValueError(_warnings._with_leaves(message, paths))
-    _warnings.warn_no_effect(message, paths)
+      raise ValueError(message)
+    _warnings.warn(message, _warnings.NoEffectWarning)
   return matches
 
 
 def _whole_segments_hint(argument: str, pattern: str, paths: Sequence[str]) -> str:
-  """What to write instead of a pattern that matches parts of segments alone."""
-  search = compile_within_segments(argument, pattern).search
-  path = next(filter(search, paths), None)
+  """A hint for a pattern that matches within a segment, or an empty string."""
+  path = next(filter(_compile_within_segments(argument, pattern).search, paths), None)
   if path is None:
     return ""
-  hint = f" Patterns match whole segments of a path, and {pattern!r} a part of one in '{path}'"
-  inner = f"({pattern})" if "|" in pattern else pattern
-  for longer in (f"{inner}.*", f".*{inner}", f".*{inner}.*"):
-    try:
-      if compile_pattern(argument, longer).search(path):
-        return f"{hint}: write {longer!r}."
-    except ValueError:
-      continue  # flags, as `(?i)`, may stand at the start alone
-  return f"{hint}."
+  return (
+    f" Patterns match whole segments of a path, and {pattern!r} a part of one in '{path}': add"
+    " '.*' for the rest of the segment."
+  )

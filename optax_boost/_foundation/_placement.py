@@ -1,7 +1,6 @@
-"""Where arrays are: their shardings, and memory of a device or its host."""
+"""The placement of arrays: shardings, processes, and memory of a device or its host."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -10,14 +9,14 @@ from optax_boost._foundation import _types
 
 
 def has_auto_axes_only(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> bool:
-  """Whether the compiler places arrays along all axes of a mesh."""
+  """Whether all axes of a mesh are Auto, so that the compiler chooses shardings."""
   return set(mesh.axis_types) == {jax.sharding.AxisType.Auto}
 
 
 def without_axes(
-  sharding: jax.sharding.NamedSharding, axes: Sequence[int], instead: Any = None
+  sharding: jax.sharding.NamedSharding, axes: Sequence[int], instead: _types.SpecEntry = None
 ) -> jax.sharding.NamedSharding:
-  """A sharding with another entry for some axes that are sharded; None: whole on each device."""
+  """Replaces the entries of sharded axes in a sharding by `instead`; None replicates them."""
   spec = [instead if axis in axes and x is not None else x for axis, x in enumerate(sharding.spec)]
   return jax.sharding.NamedSharding(
     sharding.mesh, jax.sharding.PartitionSpec(*spec), memory_kind=sharding.memory_kind
@@ -25,7 +24,7 @@ def without_axes(
 
 
 def gather_axes(x: jax.Array, axes: Sequence[int]) -> jax.Array:
-  """An array with some axes whole on each device of an Explicit mesh, to be sliced along them.
+  """Replicates an array along some axes of an Explicit mesh, so that it can be sliced along them.
 
   On other meshes the compiler handles slicing.
   """
@@ -36,26 +35,26 @@ def gather_axes(x: jax.Array, axes: Sequence[int]) -> jax.Array:
 
 
 def place_by(x: jax.Array, sharding: jax.sharding.NamedSharding) -> jax.Array:
-  """An array with a sharding by the type of an array, which tells of Explicit meshes alone."""
+  """Reshards an array as an array type says; only types on Explicit meshes have a sharding."""
   explicit = jax.sharding.AxisType.Explicit in sharding.mesh.axis_types
   return jax.sharding.reshard(x, sharding) if explicit else x
 
 
 def is_whole_here(x: _types.Unchecked) -> bool:
-  """Whether this process has all of an array: it has no other process's, or each has a copy."""
+  """Whether this process holds all entries of an array."""
   return not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated
 
 
-def put(x: Any, sharding: jax.sharding.Sharding) -> jax.Array:
-  """An array on the devices of a sharding; with several processes each has all of it, or a part."""
+def put(x: jax.typing.ArrayLike, sharding: jax.sharding.Sharding) -> jax.Array:
+  """Puts an array on the devices of a sharding; each process passes all of it, or its part."""
   if sharding.is_fully_addressable or not getattr(x, "is_fully_addressable", True):
     return jax.device_put(x, sharding)
-  # `device_put` would send all of it to all devices, to compare the processes' copies.
+  # `device_put` would send the array to all devices to compare the processes' copies.
   host = np.asarray(x)
   return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
 
 def in_device_memory(x: jax.Array) -> jax.Array:
-  """An array in the devices' own memory; a state may be kept in their host's."""
+  """Moves an array from host memory, where a state may be kept, to device memory."""
   on_host = getattr(jax.typeof(x), "memory_space", None) == jax.memory.Space.Host
   return jax.device_put(x, jax.memory.Space.Device) if on_host else x

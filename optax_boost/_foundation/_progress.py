@@ -1,4 +1,4 @@
-"""A progress bar, where ``tqdm`` is installed."""
+"""A progress bar, if ``tqdm`` is installed."""
 
 from collections.abc import Iterable
 import importlib.util

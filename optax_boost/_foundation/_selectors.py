@@ -1,4 +1,4 @@
-"""Arguments that select leaves: patterns, trees of bools, or callables."""
+"""Arguments that select leaves: patterns, trees of bools, or functions from params to these."""
 
 import jax
 
@@ -6,7 +6,7 @@ from optax_boost._foundation import _checks, _paths, _patterns, _types
 
 
 def check_selector(argument: str, selector: _types.LeafSelector) -> None:
-  """Checks an argument that selects leaves, as far as that is possible without the tree."""
+  """Checks an argument that selects leaves, before the tree is known."""
   if selector is None or is_auto_selector(selector) or _is_function(selector):
     return
   if isinstance(selector, str):
@@ -23,7 +23,7 @@ def select(
   selector: _types.LeafSelector,
   argument: str,
 ) -> list[bool]:
-  """Whether a selector selects each leaf, in the order of ``jax.tree.leaves``."""
+  """Whether each leaf is selected, in the order of ``jax.tree.leaves``."""
   paths = _paths.leaf_paths(tree)
   if selector is None:
     return [False] * len(paths)
@@ -33,20 +33,20 @@ def select(
       index is not None for index in _patterns.first_match(argument, patterns, paths, tree=tree)
     ]
   if isinstance(selector, bool) and not jax.tree_util.all_leaves([tree]):
-    # `inject_hyperparams` has called a callable as a schedule.
+    # `optax.inject_hyperparams` took a callable for a schedule and called it.
     raise _not_a_selector(argument, selector)
   mask = selector(tree) if _is_function(selector) else selector
   return _broadcast_mask(mask, tree, argument)
 
 
 def is_auto_selector(selector: _types.LeafSelector) -> bool:
-  """Whether a selector stands for the method's own rule."""
-  # Arrays, which a user may pass by mistake, compare entry by entry.
+  """Whether a selector is "auto", the default rule of the method."""
+  # The type is checked first, since an array compares entry by entry.
   return isinstance(selector, str) and selector == "auto"
 
 
 def _is_function(selector: _types.LeafSelector) -> bool:
-  """Whether a selector is to be called; Equinox's modules of bools can be, and are not."""
+  """Whether a selector is a function of the tree, and no Equinox module of bools."""
   return callable(selector) and not any(isinstance(x, bool) for x in jax.tree.leaves(selector))
 
 

@@ -1,7 +1,5 @@
 """Checks of trees: gradients, params, and states."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import optax
@@ -23,8 +21,8 @@ _TAKE_OR_MAP = (
 )
 
 
-def require_one_run(count: Any, function: str, advice: str = _TAKE_OR_MAP) -> None:
-  """Raises ValueError for the state of a population, whose `count` is not a scalar."""
+def require_one_run(count: jax.Array, function: str, advice: str = _TAKE_OR_MAP) -> None:
+  """Raises ValueError for a state under ``vmap`` over members, whose `count` is not a scalar."""
   if jnp.ndim(count):
     raise ValueError(
       f"`{function}` needs the state of one run; got a population's of shape"
@@ -32,13 +30,13 @@ def require_one_run(count: Any, function: str, advice: str = _TAKE_OR_MAP) -> No
     )
 
 
-def differentiated(params: _types.Tree) -> Any:
-  """The params that gradients are of: of the pair for ``optax.lookahead``, the fast ones."""
+def differentiated(params: _types.Params) -> _types.Params:
+  """The params that the loss is differentiated by: the fast ones of a pair of lookahead's."""
   return params.fast if isinstance(params, optax.LookaheadParams) else params
 
 
 def refuse_pair(params: _types.Tree, method: str) -> None:
-  """Raises ValueError for the pair of params of ``optax.lookahead``."""
+  """Raises ValueError for a pair of fast and slow params of ``optax.lookahead``."""
   if isinstance(params, optax.LookaheadParams):
     raise ValueError(
       f"`{method}` needs gradients and params of the same tree structure; got the pair of params of"
@@ -50,8 +48,8 @@ def check_same_tree(updates: _types.Tree, params: _types.Tree, method: str) -> N
   """Raises ValueError for gradients whose structure or shapes differ from the params'."""
   if not isinstance(updates, optax.LookaheadParams):
     refuse_pair(params, method)
-  got: Any = jax.tree.structure(updates)
-  want: Any = jax.tree.structure(params)
+  got: _types.TreeDef = jax.tree.structure(updates)
+  want: _types.TreeDef = jax.tree.structure(params)
   if got != want:
     update_paths, param_paths = _paths.leaf_paths(updates), _paths.leaf_paths(params)
     lacking = [path for path in param_paths if path not in update_paths]
@@ -74,7 +72,7 @@ def check_same_tree(updates: _types.Tree, params: _types.Tree, method: str) -> N
 
 def same_shapes(first: _types.Tree, second: _types.Tree) -> bool:
   """Whether two trees have the same structure and shapes."""
-  first_structure: Any
+  first_structure: _types.TreeDef
   first_leaves, first_structure = jax.tree.flatten(first)
   second_leaves, second_structure = jax.tree.flatten(second)
   if first_structure != second_structure:
@@ -82,11 +80,9 @@ def same_shapes(first: _types.Tree, second: _types.Tree) -> bool:
   return list(map(jnp.shape, first_leaves)) == list(map(jnp.shape, second_leaves))
 
 
-# The advice if all params are differentiated, even if a mask hides some from the optimizer; without
-# and with statistics.
+# Advice for a leaf that can't be differentiated, without and with a model state. A mask is no help:
+# the loss is differentiated by masked leaves, too.
 CLOSE_OVER = "Keep it out of the params: close over it."
-
-
 KEEP_OUT = (
   "Keep it out of the params: close over it, or keep it in `model_state` (with Flax: in another"
   " collection or type of variable)."
@@ -96,14 +92,31 @@ KEEP_OUT = (
 def check_floating(tree: _types.Tree, method: str, advice: str | None = None) -> None:
   """Raises TypeError for leaves that are not real floating-point arrays.
 
-  `advice` is where such a leaf belongs; None: hidden by a mask around `method`.
+  `advice` ends the message; None advises a mask around `method`.
   """
   _check_dtype(tree, method, advice, jnp.floating, "real floating-point")
 
 
 def check_inexact(tree: _types.Tree, method: str, advice: str | None = None) -> None:
-  """Like :func:`check_floating`, but complex leaves may pass, too."""
+  """Like :func:`check_floating`, but complex leaves pass."""
   _check_dtype(tree, method, advice, jnp.inexact, "floating-point")
+
+
+def check_gradients(gradients: _types.Updates, params: _types.Params, source: str) -> None:
+  """Raises unless gradients that the function `source` returned fit the params."""
+  got: _types.TreeDef = jax.tree.structure(gradients)
+  want: _types.TreeDef = jax.tree.structure(params)
+  if got == want:
+    real_gradients = jax.tree.map(
+      lambda g, p: None if jnp.iscomplexobj(p) else g, gradients, params
+    )
+    check_floating(real_gradients, source, "Give gradients as `jax.grad` does.")
+  shapes = [getattr(leaf, "shape", ()) for leaf in jax.tree.leaves(gradients)]
+  if got != want or shapes != [jnp.shape(leaf) for leaf in jax.tree.leaves(params)]:
+    raise ValueError(
+      f"`{source}` must give gradients of the params' tree structure and shapes; got {got} with"
+      f" shapes {shapes} for params {want}. Return the gradients alone, without aux."
+    )
 
 
 def _check_dtype(
@@ -113,7 +126,7 @@ def _check_dtype(
     return _paths.leaf_name(_paths.leaf_paths(tree)[i])
 
   for i, leaf in enumerate(jax.tree.leaves(tree)):
-    # A Python float has no shape, dtype or sharding, and optax's optimizers refuse it, too.
+    # Python floats are refused, as by optax's optimizers: they have no shape, dtype or sharding.
     if not hasattr(leaf, "dtype"):
       conversion = ""
       if _is_python_number(leaf):
@@ -134,13 +147,13 @@ def _is_python_number(leaf: _types.Unchecked) -> bool:
 
 
 def _keep_out(leaf: _types.Unchecked, name: str) -> str:
-  """Advice for a leaf that can't be made an array, as functions and names in modules."""
+  """Advice for a leaf that can't be an array, such as a function or a name in a module."""
   advice = f" Keep it out of `{name}`, as `equinox.filter(model, equinox.is_inexact_array)` does."
   return "" if _is_python_number(leaf) else advice
 
 
 def check_traceable(name: str, tree: _types.Tree) -> None:
-  """Raises TypeError for leaves that are neither arrays, abstract or not, nor numbers."""
+  """Raises TypeError for leaves that JAX can't trace: all but numbers, arrays and their shapes."""
   for path, leaf in zip(_paths.leaf_paths(tree), jax.tree.leaves(tree), strict=True):
     try:
       jax.eval_shape(lambda value: value, leaf)

@@ -10,29 +10,24 @@ from optax_boost._foundation import _types
 
 # How many trees' plans `once_per_tree` keeps.
 _MOST_PLANS = 64
-
-
 _MISSING = object()
 
-
 _Plan = TypeVar("_Plan")
-
-
 _State = TypeVar("_State")
 
 
 def map_leaves(
   function: Callable[..., Any], tree: _types.SameTree, *trees: _types.Tree
 ) -> _types.SameTree:
-  """``jax.tree.map`` over trees of the same leaves, of which some may be in boxes."""
+  """``jax.tree.map`` over trees of which some may have their leaves in boxes (`_paths.is_box`)."""
   return map_with(function, tree, *map(jax.tree.leaves, trees))
 
 
 def map_with(
   function: Callable[..., Any], tree: _types.SameTree, *columns: Sequence[Any]
 ) -> _types.SameTree:
-  """``function(leaf, *entries)`` of each leaf; each column is a list with an entry for each."""
-  structure: Any
+  """Maps ``function(leaf, *entries)`` over a tree; each column has one entry for each leaf."""
+  structure: _types.TreeDef
   leaves, structure = jax.tree.flatten(tree)
   rows = zip(leaves, *columns, strict=True)
   return jax.tree.unflatten(structure, [function(*row) for row in rows])
@@ -76,16 +71,16 @@ def find_states(opt_state: _types.Tree, state_type: type[_State]) -> list[_State
 
 
 def once_per_tree(plan: Callable[..., _Plan]) -> Callable[..., _Plan]:
-  """Makes a function of a tree's paths and shapes run, and warn, once for each tree.
+  """Caches ``plan(tree, *static)`` by the tree's structure and shapes, so that it warns only once.
 
-  Further arguments must be hashable.
+  `static` are hashable arguments.
   """
-  plans: dict[Any, Any] = {}
+  plans: dict[Hashable, Any] = {}
 
   def cached(tree: _types.Tree, *static: Hashable) -> _Plan:
     leaves, structure = jax.tree.flatten(tree)
     key = (structure, tuple(jnp.shape(leaf) for leaf in leaves), *static)
-    # Another thread may clear the plans at any time, so none is looked up twice.
+    # One lookup: another thread may clear the plans between two.
     tree_plan = plans.get(key, _MISSING)
     if tree_plan is _MISSING:
       tree_plan = plan(tree, *static)

@@ -10,9 +10,9 @@ from typing import Any, TypeAlias, TypeVar
 import jax
 from jax.extend import core as jax_core
 
-# Any pytree, where nothing more is known of it.
+# A pytree of which nothing more is known.
 Tree: TypeAlias = object
-# A tree that a function gives back with other leaves.
+# A tree that a function returns with other leaves.
 SameTree = TypeVar("SameTree")
 # Pytrees of arrays: what a loss is differentiated by; gradients, or what is added to params, of
 # the params' structure; the state of a transformation; what a model keeps beside its params, as
@@ -22,6 +22,14 @@ Updates: TypeAlias = Any
 OptState: TypeAlias = Any
 ModelState: TypeAlias = Any
 Batch: TypeAlias = Any
+# A leaf of a pytree: an array or a number, or an `optax.MaskedNode` where masks count as leaves.
+Leaf: TypeAlias = Any
+# An array, or its shape and dtype alone.
+ArrayOrShape: TypeAlias = jax.Array | jax.ShapeDtypeStruct
+# The type of a traced array: what `jax.typeof` returns, and the `aval` of a variable.
+ArrayType: TypeAlias = Any
+# An entry of a partition spec: the mesh axes that shard an array's axis, if any.
+SpecEntry: TypeAlias = Any
 # The structure of a pytree.
 TreeDef: TypeAlias = jax.tree_util.PyTreeDef
 # Arrays of shape (): a count of steps is an int32, a condition a bool, a loss or a norm a float.
@@ -39,9 +47,13 @@ KeyPath: TypeAlias = tuple[Any, ...]
 Dtype: TypeAlias = jax.typing.DTypeLike
 # Metrics by name, as a train step returns them.
 Metrics: TypeAlias = dict[str, Any]
-# A traced program and an equation of it.
+# A traced program, and a program that may lack its constants.
 Jaxpr: TypeAlias = jax_core.ClosedJaxpr
-Equation: TypeAlias = jax_core.JaxprEqn
+Program: TypeAlias = jax_core.ClosedJaxpr | jax_core.Jaxpr
+# An equation of a program, a `JaxprEqn`. mypy doesn't know that its variables have shapes.
+Equation: TypeAlias = Any
+# A variable of a program, or a constant in the place of one; `aval` is its type.
+Atom: TypeAlias = Any
 # The arguments of ``update`` after its first three, by name.
 ExtraArgs: TypeAlias = dict[str, Any]
 # A loss as users write it, ``loss_fn(params, *args)``, or a function of the same arguments.

@@ -1,4 +1,4 @@
-"""Warnings that point at the user's line."""
+"""Warnings that point to the user's line."""
 
 from collections.abc import Sequence
 import sys
@@ -6,7 +6,7 @@ import warnings
 
 from optax_boost._foundation import _paths
 
-# Their frames may lie between a method and the user's line.
+# The modules whose frames may lie between a method and the user's line.
 _LIBRARIES = ("optax_boost", "jax", "optax", "flax", "contextlib")
 
 
@@ -15,7 +15,7 @@ class NoEffectWarning(UserWarning):
 
 
 def warn(message: str, category: type[Warning]) -> None:
-  """Warns of the user's line: the innermost one that is not in these libraries."""
+  """Issues a warning at the user's line, the innermost line outside of `_LIBRARIES`."""
   frame, level = sys._getframe(1), 2
   while frame.f_back and str(frame.f_globals.get("__name__")).partition(".")[0] in _LIBRARIES:
     frame, level = frame.f_back, level + 1
@@ -24,9 +24,10 @@ def warn(message: str, category: type[Warning]) -> None:
 
 def warn_no_effect(message: str, paths: Sequence[str]) -> None:
   """Issues a :class:`NoEffectWarning` that lists the leaves."""
-  warn(_with_leaves(message, paths), NoEffectWarning)
+  warn(message + list_leaves(paths), NoEffectWarning)
 
 
-def _with_leaves(message: str, paths: Sequence[str]) -> str:
+def list_leaves(paths: Sequence[str]) -> str:
+  """The last sentence of a message, which lists the first leaves."""
   shown = ", ".join(map(_paths.leaf_name, paths[:6])) + (", ..." if len(paths) > 6 else "")
-  return f"{message} The leaves are: {shown}."
+  return f" The leaves are: {shown}."

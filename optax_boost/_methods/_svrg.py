@@ -29,7 +29,6 @@ from optax_boost._foundation import (
   _checks,
   _conditionals,
   _extra_args,
-  _full_gradient,
   _masks,
   _tree_checks,
   _trees,
@@ -257,7 +256,7 @@ def _gradients_at(params: optax.Params, function: _types.Closure, name: str) -> 
   gradients = function(params)
   if any(map(_masks.is_masked, jax.tree.leaves(params, is_leaf=_masks.is_masked))):
     gradients = _masked_like(params, gradients, name)
-  _full_gradient.check_gradients(gradients, params, name)
+  _tree_checks.check_gradients(gradients, params, name)
   return gradients
 
 
@@ -308,7 +307,7 @@ def refresh_svrg(
   """
   _tree_checks.require_params(params, "refresh_svrg")
   _tree_checks.check_floating(params, "refresh_svrg", _tree_checks.CLOSE_OVER)
-  _full_gradient.check_gradients(full_gradient, params, "full_gradient")
+  _tree_checks.check_gradients(full_gradient, params, "full_gradient")
   if not _trees.find_states(opt_state, SvrgState):
     raise ValueError(
       "`refresh_svrg` needs an optimizer state with a SvrgState in it; got"

@@ -1,9 +1,9 @@
-"""Along which dimensions of a value the axes of a leaf run.
+"""Axis maps: which axes of a leaf run along which dimensions of a value.
 
 Leaves have axes, all other values of a program have dimensions. A value that is computed entry by
-entry from a leaf (by casts, transposes, reshapes, slices, sums with constants) has an *axis map*:
-for each of its dimensions the axis of the leaf that runs along it. A reshape may split an axis into
-*sub-axes* and merge sub-axes into one dimension, so a dimension is a tuple of them:
+entry from a leaf (by casts, transposes, reshapes, slices, sums with constants) has an *axis map*,
+which gives for each of its dimensions the axis of the leaf that runs along it. A reshape may split
+an axis into *sub-axes* and merge sub-axes into one dimension, so a dimension is a tuple of them:
 
   kernel                [8, 12]      dims ((0:8,), (1:12,))
   kernel.reshape(8,3,4) [8, 3, 4]    dims ((0:8,), (1:3,), (1:4,))
@@ -18,26 +18,26 @@ NO_AXIS = -1
 
 
 class SubAxis(NamedTuple):
-  """A part of an axis of a leaf; the axis is `NO_AXIS` for entries that run along none."""
+  """A part of an axis of a leaf, or a part of a dimension along which no axis runs (`NO_AXIS`)."""
 
   axis: int
   size: int
 
 
-# Outermost first; the product of the sizes is the dimension's.
+# Its sub-axes, the outermost first; the product of their sizes is the size of the dimension.
 Dimension: TypeAlias = tuple[SubAxis, ...]
 
 
 class AxisMap(NamedTuple):
-  """Along which dimensions of a value the axes of a leaf run.
+  """The axes of a leaf along the dimensions of a value.
 
   Attributes:
     leaf: the number of the leaf.
     dims: the dimensions of the value.
-    sliced: the axes along which the value is one of many slices, as a scan or an index takes them.
-    gathered: the axes along which data chose the slice.
+    sliced: the axes of which the value is one slice, taken by a scan or an index.
+    gathered: the axes of which the value is one slice, chosen by data.
     contracted: the axes that a product with other params, or with constants, summed over.
-    has_inputs: whether such a product told the inputs of the leaf, its kernel.
+    has_inputs: whether the leaf was the kernel of such a product, which told its inputs.
   """
 
   leaf: int
@@ -48,7 +48,7 @@ class AxisMap(NamedTuple):
   has_inputs: bool = False
 
   def axes(self, dims: Iterable[int] | None = None) -> frozenset[int]:
-    """The leaf's axes that run along some dimensions, or along any."""
+    """The leaf's axes that run along the dimensions `dims`; None: along any dimension."""
     chosen = self.dims if dims is None else [self.dims[i] for i in dims]
     return frozenset(part.axis for dim in chosen for part in dim if part.axis != NO_AXIS)
 
@@ -57,18 +57,18 @@ class AxisMap(NamedTuple):
     return self._replace(dims=self.dims[1:], sliced=self.sliced | self.axes([0]))
 
   def stack(self) -> "AxisMap":
-    """The map of several of these values, stacked as a scan stacks its outputs."""
+    """The map after a scan stacked such values along a new first dimension."""
     return self._replace(dims=((), *self.dims))
 
   def slice_along(self, dims: Iterable[int], by_data: bool) -> "AxisMap":
-    """The map after data, or the program, chose a slice along some dimensions; keeps `dims`."""
+    """The map of a slice along some dimensions, chosen by data or by the program; keeps `dims`."""
     axes = self.axes(dims)
     if by_data:
       return self._replace(gathered=self.gathered | axes)
     return self._replace(sliced=self.sliced | axes)
 
   def resize(self, shape: Sequence[int], by_data: bool) -> "AxisMap | None":
-    """The map of a part of the value, or of the value padded; one entry is a slice."""
+    """The map after slicing or padding to a shape; None for another rank. One entry is a slice."""
     if not self.dims:
       return self._replace(dims=tuple(map(no_axis, shape)))
     if len(self.dims) != len(shape):
@@ -84,13 +84,13 @@ class AxisMap(NamedTuple):
     return self.slice_along(chosen, by_data)._replace(dims=tuple(dims))
 
   def reshape(self, order: Sequence[int], shape: Sequence[int]) -> "AxisMap | None":
-    """The map after a reshape with dimensions in an order; None if it splits one unevenly."""
+    """The map after a transpose and a reshape; None if that splits a sub-axis unevenly."""
     dims = _split_and_merge([part for i in order for part in self.dims[i]], shape)
     return None if dims is None else self._replace(dims=dims)
 
 
 def identity(leaf: int, shape: Sequence[int]) -> AxisMap:
-  """The map of a leaf itself."""
+  """The map of a leaf onto its own dimensions."""
   return AxisMap(leaf, tuple((SubAxis(axis, size),) for axis, size in enumerate(shape)))
 
 
@@ -100,7 +100,7 @@ def no_axis(size: int) -> Dimension:
 
 
 def is_axis(dim: Dimension, shape: Sequence[int]) -> bool:
-  """Whether one whole axis of a leaf of a shape runs along a dimension."""
+  """Whether a whole axis of a leaf with this shape, and nothing else, runs along a dimension."""
   return len(dim) == 1 and dim[0].axis != NO_AXIS and dim[0].size == shape[dim[0].axis]
 
 
@@ -110,7 +110,7 @@ def size_of(dim: Dimension) -> int:
 
 
 def _split_and_merge(parts: list[SubAxis], shape: Sequence[int]) -> tuple[Dimension, ...] | None:
-  """Sub-axes in the dimensions of another shape; None if one would be split unevenly."""
+  """Distributes sub-axes over the dimensions of a shape; None if one does not divide evenly."""
   if 0 in shape:
     return None
   remaining = parts[::-1]

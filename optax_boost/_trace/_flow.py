@@ -1,8 +1,8 @@
-"""Which leaves a leaf's input was computed with: the order of leaves along the data.
+"""The flow of data through the leaves: which leaves are upstream of which.
 
-The order in which a program uses leaves does not tell whether they are one after the other or side
-by side: two towers are written one below the other. The data do. A leaf is *upstream* of another
-one if the data that the other one meets were computed with it.
+The order in which a program uses leaves does not tell whether they follow each other or are side by
+side: a program uses two towers one after the other. The data tell. Leaf A is *upstream* of leaf B
+if the data that B meets were computed with A.
 
 >>> import jax, jax.numpy as jnp
 >>> def loss_fn(params, x):
@@ -14,24 +14,26 @@ one if the data that the other one meets were computed with it.
 [[], [], [0, 1]]
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 import functools
 import operator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+import jax
 import numpy as np
 
+from optax_boost._foundation import _types
 from optax_boost._trace import _jaxpr, _leaf_uses, _primitives
 from optax_boost._trace._leaf_uses import DataKind
 
 
 class Flow(NamedTuple):
-  """What is upstream of each leaf.
+  """The leaves upstream of each leaf.
 
   Attributes:
-    upstream: for each leaf the leaves upstream of its first use; in a loop, of its first round.
-    ever_upstream: for each leaf the leaves upstream of any of its uses, in any round of a loop.
-    recurrent: for each loop whose rounds depend on each other, the leaves that all rounds use.
+    upstream: for each leaf, the leaves upstream of its first use, in a loop's first iteration.
+    ever_upstream: for each leaf, the leaves upstream of any of its uses, in any iteration.
+    recurrent: for each loop whose iterations depend on each other, the leaves that all of them use.
   """
 
   upstream: tuple[frozenset[int], ...]
@@ -43,10 +45,10 @@ class _Value(NamedTuple):
   """The abstract value of a variable; sets of leaves are bits of an integer.
 
   Attributes:
-    is_data: it is computed from data.
-    met_leaves: the leaves with which data were computed.
-    unmet_leaves: it is computed from these leaves, which have not met data.
-    is_penalty: it is a number that sums up params, as a weight decay does.
+    is_data: whether it was computed from data.
+    met_leaves: the leaves that met data in its computation.
+    unmet_leaves: the leaves that it was computed from, and that have not met data.
+    is_penalty: whether it is a number that sums up params, as a weight decay does.
   """
 
   is_data: bool = False
@@ -55,8 +57,8 @@ class _Value(NamedTuple):
   is_penalty: bool = False
 
 
-def trace_flow(program: Any, num_leaves: int, data: Sequence[bool | None]) -> Flow:
-  """The flow of a traced loss, whose first arguments are the leaves of the params.
+def trace_flow(program: _types.Jaxpr, num_leaves: int, data: Sequence[bool | None]) -> Flow:
+  """Finds the leaves upstream of each leaf; the leaves are the first arguments of the program.
 
   `data` flags the other arguments: True for data, None for constants.
   """
@@ -72,13 +74,13 @@ def trace_flow(program: Any, num_leaves: int, data: Sequence[bool | None]) -> Fl
     if analysis.num_meetings > 1:
       break
 
-  def sets(upstream: dict[int, int]) -> tuple[frozenset[int], ...]:
+  def as_sets(upstream: dict[int, int]) -> tuple[frozenset[int], ...]:
     return tuple(_leaves_in(upstream.get(leaf, 0)) for leaf in range(num_leaves))
 
   loop_leaves = (_leaves_in(leaves) for leaves in dict.fromkeys(analysis.loops))
-  ever = sets(analysis.ever_upstream)
+  ever = as_sets(analysis.ever_upstream)
   recurrent = tuple(leaves for leaves in loop_leaves if any(leaf in ever[leaf] for leaf in leaves))
-  return Flow(sets(analysis.upstream), ever, recurrent)
+  return Flow(as_sets(analysis.upstream), ever, recurrent)
 
 
 def _leaves_in(bits: int) -> frozenset[int]:
@@ -86,7 +88,7 @@ def _leaves_in(bits: int) -> frozenset[int]:
 
 
 class _FlowAnalysis(_jaxpr.Interpreter[_Value]):
-  """Notes what is upstream of each leaf, with one definition of data."""
+  """Notes the leaves upstream of each leaf, under one definition of data."""
 
   def __init__(self, definition: DataKind) -> None:
     self._definition = definition
@@ -94,9 +96,9 @@ class _FlowAnalysis(_jaxpr.Interpreter[_Value]):
     self.ever_upstream: dict[int, int] = {}
     self.num_meetings = 0
     self.loops: list[int] = []
-    self._met = 0  # the leaves that met data in the loop that is being followed
+    self._met = 0  # the leaves that met data in the current loop
 
-  def constant(self, value: Any) -> _Value:
+  def constant(self, value: jax.typing.ArrayLike) -> _Value:
     return _Value(is_data=self._definition >= DataKind.CONSTANT and np.size(value) > 1)
 
   def join(self, values: Sequence[_Value]) -> _Value:
@@ -107,7 +109,7 @@ class _FlowAnalysis(_jaxpr.Interpreter[_Value]):
       all(v.is_penalty or not v.unmet_leaves for v in values) and any(v.is_penalty for v in values),
     )
 
-  def operation(self, equation: Any, inputs: list[_Value]) -> Sequence[_Value]:
+  def operation(self, equation: _types.Equation, inputs: list[_Value]) -> Sequence[_Value]:
     if _primitives.rule_of(equation).is_identity:
       return inputs
     is_data = any(v.is_data for v in inputs)
@@ -128,9 +130,11 @@ class _FlowAnalysis(_jaxpr.Interpreter[_Value]):
     self._note(meeting, met_leaves)
     return [_Value(True, met_leaves | meeting)] * len(equation.outvars)
 
-  def loop(self, equation: Any, body: Any, inputs: list[_Value], carry: slice) -> Sequence[_Value]:
+  def loop(
+    self, equation: _types.Equation, body: _types.Jaxpr, inputs: list[_Value], carry: slice
+  ) -> Sequence[_Value]:
     met, self._met = self._met, 0
-    outputs = self.settle(lambda values: self.run(body, values), inputs, carry)
+    outputs = self.find_fixpoint(lambda values: self.run(body, values), inputs, carry)
     shared = self._met & _unite(v.unmet_leaves for v in inputs[: carry.start])
     if shared:
       self.loops.append(shared)
@@ -138,7 +142,7 @@ class _FlowAnalysis(_jaxpr.Interpreter[_Value]):
     return outputs
 
   def _note(self, meeting: int, met_leaves: int) -> None:
-    """Notes that some leaves meet data that were computed with others."""
+    """Notes that the leaves `meeting` meet data that were computed with `met_leaves`."""
     leaves = _leaves_in(meeting)
     self.num_meetings += any(leaf not in self.upstream for leaf in leaves)
     for leaf in leaves:
@@ -147,5 +151,5 @@ class _FlowAnalysis(_jaxpr.Interpreter[_Value]):
     self._met |= meeting
 
 
-def _unite(sets: Any) -> int:
+def _unite(sets: Iterable[int]) -> int:
   return functools.reduce(operator.or_, sets, 0)

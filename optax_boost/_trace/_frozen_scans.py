@@ -1,32 +1,33 @@
 """Evaluates a loss in whose scans some layers are frozen, so that JAX skips their backward pass.
 
-A leaf whose layers are partly frozen enters the program as a *split array*: in parts along the axis
-of its layers, the frozen ones through ``stop_gradient``. A scan that slices the leaf is computed as
-one scan for each part, and JAX drops the backward pass of a part that no trained param enters. No
-result changes: where a trained param does enter, through constants or the carry, the backward pass
-stays. Equations that can be computed part by part keep the parts; all others get the leaf whole.
+A leaf of which some layers are frozen enters the program as a *split array*: parts along the axis
+of the layers, of which the frozen ones went through ``stop_gradient``. A scan that slices the leaf
+is computed as one scan for each part. JAX drops the backward pass of a part into which no trained
+param enters. The results stay the same: if a trained param enters a part through constants or the
+carry, JAX keeps the backward pass. Equations that can be computed part by part return split arrays;
+all others get the concatenated leaf.
 """
 
 from collections.abc import Sequence
 import dataclasses
 import itertools
-from typing import Any
+from typing import TypeAlias
 
 import jax
 from jax.extend import core as jax_core
 import jax.numpy as jnp
 import numpy as np
 
-from optax_boost._foundation import _placement
+from optax_boost._foundation import _placement, _types
 from optax_boost._trace import _axis_map, _jaxpr, _primitives
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _SplitArray:
-  """An array in parts along an axis, of which frozen ones have no derivative."""
+  """An array in parts along an axis; the frozen parts have no derivative."""
 
-  arrays: tuple[Any, ...]
+  arrays: tuple[jax.Array, ...]
   axis: int = dataclasses.field(metadata={"static": True})
 
   @property
@@ -35,26 +36,32 @@ class _SplitArray:
     return (0, *itertools.accumulate(part.shape[self.axis] for part in self.arrays))
 
 
-def in_parts(held: Any, leaf: Any, frozen: bool | np.ndarray) -> Any:
-  """A leaf whose frozen layers come from `held`, for :func:`run`; `frozen` broadcasts to it."""
+_Splittable: TypeAlias = jax.Array | _SplitArray
+
+
+def split_frozen(stopped: jax.Array, leaf: jax.Array, frozen: bool | np.ndarray) -> _Splittable:
+  """Takes the layers of a leaf that are `frozen` from `stopped`; `frozen` broadcasts to the leaf.
+
+  `stopped` is ``stop_gradient`` of the leaf. The result is an argument of :func:`evaluate`.
+  """
   if np.all(frozen) or not np.any(frozen):
-    return held if np.all(frozen) else leaf
+    return stopped if np.all(frozen) else leaf
   axis = int(np.argmax(np.shape(frozen)))
   flags = np.ravel(frozen)
   bounds = [0, *(np.flatnonzero(np.diff(flags)) + 1), len(flags)]
-  pairs = zip(_split(held, axis, bounds), _split(leaf, axis, bounds), bounds, strict=False)
+  pairs = zip(_split(stopped, axis, bounds), _split(leaf, axis, bounds), bounds, strict=False)
   return _SplitArray(tuple(old if flags[i] else new for old, new, i in pairs), axis)
 
 
-def run(program: Any, arguments: Sequence[Any]) -> list[Any]:
-  """The results of a closed program, some of whose arguments may be in parts."""
+def evaluate(program: _types.Jaxpr, arguments: Sequence[_Splittable]) -> list[jax.Array]:
+  """Computes the results of a program, of whose arguments some may be split."""
   if not any(isinstance(argument, _SplitArray) for argument in arguments):
     return jax_core.jaxpr_as_fun(program)(*arguments)
-  return _without_splits(_SplitScans().run(program, arguments), program.jaxpr.outvars)
+  return _concatenate_all(_SplitScans().run(program, arguments), program.jaxpr.outvars)
 
 
-def _split(value: Any, axis: int, bounds: Sequence[int]) -> tuple[Any, ...]:
-  """A value in parts between bounds, which include the bounds of its own parts."""
+def _split(value: _Splittable, axis: int, bounds: Sequence[int]) -> tuple[jax.Array, ...]:
+  """Splits a value at bounds along an axis; if it is split already, at these bounds too."""
   if isinstance(value, _SplitArray) and value.axis == axis:
     return tuple(
       part
@@ -68,12 +75,14 @@ def _split(value: Any, axis: int, bounds: Sequence[int]) -> tuple[Any, ...]:
   return tuple(jax.lax.slice_in_dim(array, *pair, axis=axis) for pair in itertools.pairwise(bounds))
 
 
-def _concatenate(value: Any) -> Any:
+def _concatenate(value: _Splittable) -> jax.Array:
   return jnp.concatenate(value.arrays, value.axis) if isinstance(value, _SplitArray) else value
 
 
-def _without_splits(values: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-  """The values of variables, none in parts and all sharded as the variables are."""
+def _concatenate_all(
+  values: Sequence[_Splittable], variables: Sequence[_types.Atom]
+) -> list[jax.Array]:
+  """Concatenates split arrays and shards them as their variables are sharded."""
   return [
     _placement.place_by(_concatenate(value), variable.aval.sharding)
     if isinstance(value, _SplitArray)
@@ -82,12 +91,14 @@ def _without_splits(values: Sequence[Any], variables: Sequence[Any]) -> list[Any
   ]
 
 
-def _compute_part(equation: Any, values: Sequence[Any], axis: int, size: int) -> Any:
+def _compute_part(
+  equation: _types.Equation, values: Sequence[jax.Array], axis: int, size: int
+) -> jax.Array:
   """Computes a part of an equation's result, with `size` entries along `axis`."""
   name, settings = equation.primitive.name, dict(equation.params)
   for key, value in equation.params.items():
     if isinstance(value, jax.sharding.NamedSharding):
-      # A part may be too short for the devices: under `jit` the compiler chooses its place.
+      # A part may be too short to be sharded over all devices, so the compiler chooses.
       instead = jax.sharding.PartitionSpec.UNCONSTRAINED if name == "sharding_constraint" else None
       settings[key] = _placement.without_axes(value, (axis,), instead)
   if name == "sharding_constraint":
@@ -99,10 +110,10 @@ def _compute_part(equation: Any, values: Sequence[Any], axis: int, size: int) ->
   return result
 
 
-def _aligned_axes(equation: Any, operand: int) -> tuple[int | None, ...]:
-  """For each axis of the result the operand's axis that runs along it, or None.
+def _aligned_axes(equation: _types.Equation, operand: int) -> tuple[int | None, ...]:
+  """For each axis of the result, the operand's axis that runs along it, or None.
 
-  ``()`` if the equation can't be computed part by part.
+  Returns ``()`` if the equation can't be computed part by part.
   """
   shape = equation.invars[operand].aval.shape
   rule = _primitives.rule_of(equation)
@@ -115,32 +126,32 @@ def _aligned_axes(equation: Any, operand: int) -> tuple[int | None, ...]:
   return tuple(dim[0].axis if _axis_map.is_axis(dim, shape) else None for dim in dims)
 
 
-class _SplitScans(_jaxpr.Evaluator[Any]):
-  """Computes a program with some of its leaves in parts."""
+class _SplitScans(_jaxpr.Evaluator[_Splittable]):
+  """Computes a program of whose values some are split arrays."""
 
-  def visit(self, equation: Any, inputs: list[Any]) -> Sequence[Any]:
-    in_parts = any(isinstance(value, _SplitArray) for value in inputs)
-    if in_parts or _primitives.rule_of(equation).is_identity:
+  def visit(self, equation: _types.Equation, inputs: list[_Splittable]) -> Sequence[_Splittable]:
+    is_split = any(isinstance(value, _SplitArray) for value in inputs)
+    if is_split or _primitives.rule_of(equation).is_identity:
       return super().visit(equation, inputs)
     return self.bind(equation, inputs)
 
-  def operation(self, equation: Any, inputs: list[Any]) -> list[Any]:
+  def operation(self, equation: _types.Equation, inputs: list[_Splittable]) -> list[_Splittable]:
     if equation.primitive.name == "scan":
       return self._scan(equation, inputs)
     operands = range(len(inputs))
     if _primitives.rule_of(equation).is_identity:
-      # XLA 26: each alone, as all results of a barrier have a derivative if one operand has one.
+      # XLA 26: one barrier for each operand: all results of a barrier are differentiated if one is.
       return [self._result(equation, {i: inputs[i]}) for i in operands]
     if any(_aligned_axes(equation, i) for i in operands if isinstance(inputs[i], _SplitArray)):
       return [self._result(equation, dict(enumerate(inputs)))]
-    return self.bind(equation, _without_splits(inputs, equation.invars))
+    return self.bind(equation, _concatenate_all(inputs, equation.invars))
 
-  def _result(self, equation: Any, operands: dict[int, Any]) -> Any:
-    """The result of an equation that :func:`_aligned_axes` follows, in parts if it can."""
+  def _result(self, equation: _types.Equation, operands: dict[int, _Splittable]) -> _Splittable:
+    """Computes an equation's result, part by part if the split axis runs along the result."""
     cut = {i: value for i, value in operands.items() if isinstance(value, _SplitArray)}
     orders = [(_aligned_axes(equation, i), value.axis) for i, value in cut.items()]
     if not orders or orders[0][1] not in orders[0][0]:
-      values = _without_splits(list(operands.values()), [equation.invars[i] for i in operands])
+      values = _concatenate_all(list(operands.values()), [equation.invars[i] for i in operands])
       (result,) = jax.tree.leaves(equation.primitive.bind(*values, **equation.params))
       return result
     order, axis = orders[0]
@@ -157,21 +168,24 @@ class _SplitScans(_jaxpr.Evaluator[Any]):
     ]
     return _SplitArray(tuple(parts), result_axis)
 
-  def _scan(self, equation: Any, inputs: list[Any]) -> list[Any]:
-    """The results of a scan, part by part."""
+  def _scan(self, equation: _types.Equation, inputs: list[_Splittable]) -> list[_Splittable]:
+    """Computes a scan as one scan for each part of the arrays that it slices."""
     settings = equation.params
     consts, carries = _jaxpr.scan_operands(equation)
     shared, between = inputs[:consts], slice(consts, consts + carries)
-    carry = _without_splits(inputs[between], equation.invars[between])
+    carry = _concatenate_all(inputs[between], equation.invars[between])
     slices = inputs[consts + carries :]
     in_parts = [value for value in slices if isinstance(value, _SplitArray) and value.axis == 0]
     bounds = sorted({0, settings["length"]}.union(*(value.bounds for value in in_parts)))
     split = [_split(value, 0, bounds) for value in slices]
 
-    def body(carry: list[Any], slices: list[Any]) -> tuple[list[Any], list[Any]]:
+    def body(
+      carry: list[jax.Array], slices: list[jax.Array]
+    ) -> tuple[list[jax.Array], list[jax.Array]]:
       program = settings["jaxpr"]
-      results = self.run(program, [*shared, *carry, *slices])
-      results = _without_splits(results, program.jaxpr.outvars)
+      results = _concatenate_all(
+        self.run(program, [*shared, *carry, *slices]), program.jaxpr.outvars
+      )
       return results[:carries], results[carries:]
 
     stacked = []

@@ -1,13 +1,14 @@
 """An interpreter of traced programs.
 
-JAX traces a function to a *jaxpr*: a list of equations, each of which applies a *primitive* to
-variables and gives others. :class:`Interpreter` walks over the equations and gives each variable a
-value of the analysis's own kind: an array, a number, a set of leaves. A subclass says how an
-equation makes values of values; the interpreter enters the programs inside equations: scans, while
-loops, conditionals, and calls (``jit``, ``checkpoint``, custom derivatives, ``shard_map``, ...),
-which are all equations with one program of the same arguments and results.
+JAX traces a function to a *jaxpr*: a list of equations, each of which applies a *primitive* to some
+variables and defines others. :class:`Interpreter` walks over the equations and computes a value for
+each variable: an array, a number, a set of leaves, or whatever the analysis is about. A subclass
+defines how the values of an equation's results follow from those of its operands. The interpreter
+enters the programs inside equations: scans, while loops, conditionals and calls. A call (``jit``,
+``checkpoint``, custom derivatives, ``shard_map``, ...) is any equation with one program that has as
+many arguments and results as the equation.
 
-The longest chain of products in a program, for example:
+For example, the length of the longest chain of products in a program:
 
 >>> import jax, jax.numpy as jnp
 >>> class LongestChain(Interpreter[int]):
@@ -25,54 +26,55 @@ The longest chain of products in a program, for example:
 An :class:`Evaluator` computes the program again, with changed equations.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 import functools
 from typing import Any, Generic, TypeVar
 
 import jax
 from jax.extend import core as jax_core
 
+from optax_boost._foundation import _types
+
 _Value = TypeVar("_Value")
 
-# Calls that mean no more than their program; a custom derivative means more.
-PLAIN_CALLS = ("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2")
+# Calls that compute their program and nothing else, unlike custom derivatives.
+_PLAIN_CALLS = ("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2")
 
 
 def uncached(function: Callable[..., Any]) -> Callable[..., Any]:
-  """A function under a new identity, so that it is traced, and warns, as it is now.
+  """Wraps a function so that JAX traces it again, and it warns again, instead of using its cache.
 
-  JAX would hand out an earlier trace, also where a function that this one calls was redefined
-  since, as in a notebook (XLA 25).
+  The cached trace is outdated if a function that it calls was redefined in a notebook (XLA 25).
   """
   return lambda *args: function(*args)
 
 
 class Interpreter(Generic[_Value]):
-  """Follows a program, equation by equation; subclasses are the analyses.
+  """Walks over a program, equation by equation; each analysis is a subclass.
 
   A subclass defines :meth:`constant`, :meth:`operation` and :meth:`join`. It may override
-  :meth:`loop`, of which one round is followed, and :meth:`branches`.
+  :meth:`loop`, which runs one iteration, and :meth:`branches`.
   """
 
-  def constant(self, value: Any) -> _Value:
-    """The value of a constant; a neutral one in all analyses."""
+  def constant(self, value: jax.typing.ArrayLike) -> _Value:
+    """Returns the value of a constant."""
     raise NotImplementedError
 
-  def operation(self, equation: Any, inputs: list[_Value]) -> Sequence[_Value]:
-    """The results of an equation that is not entered."""
+  def operation(self, equation: _types.Equation, inputs: list[_Value]) -> Sequence[_Value]:
+    """Returns the values of the results of an equation that is not entered."""
     raise NotImplementedError
 
   def join(self, values: Sequence[_Value]) -> _Value:
-    """The value of a result of which the program computes one of several values."""
+    """Returns a value for a variable that has one of several values when the program runs."""
     raise NotImplementedError
 
-  def run(self, program: Any, arguments: Sequence[_Value]) -> list[_Value]:
-    """The results of a program, closed or not."""
+  def run(self, program: _types.Program, arguments: Sequence[_Value]) -> list[_Value]:
+    """Returns the values of a program's results."""
     constants = map(self.constant, getattr(program, "consts", ()))
     jaxpr = getattr(program, "jaxpr", program)
     values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*constants, *arguments], strict=True))
 
-    def read(atom: Any) -> _Value:
+    def read(atom: _types.Atom) -> _Value:
       return self.constant(atom.val) if isinstance(atom, jax_core.Literal) else values[atom]
 
     for equation in jaxpr.eqns:
@@ -80,8 +82,8 @@ class Interpreter(Generic[_Value]):
       values |= zip(equation.outvars, outputs, strict=True)
     return [read(atom) for atom in jaxpr.outvars]
 
-  def visit(self, equation: Any, inputs: list[_Value]) -> Sequence[_Value]:
-    """The results of an equation: of the program in it, or of :meth:`operation`."""
+  def visit(self, equation: _types.Equation, inputs: list[_Value]) -> Sequence[_Value]:
+    """Enters the program inside an equation, or calls :meth:`operation` if there is none."""
     name, settings = equation.primitive.name, equation.params
     if name == "scan":
       consts, carries = scan_operands(equation)
@@ -92,17 +94,19 @@ class Interpreter(Generic[_Value]):
       return self.loop(equation, settings["body_jaxpr"], inputs, carry)
     if name == "cond":
       return self.branches(settings["branches"], inputs[1:])
-    program = _called(equation)
+    program = _called_program(equation)
     return self.operation(equation, inputs) if program is None else self.run(program, inputs)
 
-  def loop(self, equation: Any, body: Any, inputs: list[_Value], carry: slice) -> Sequence[_Value]:
-    """The results of a loop after one round; `inputs` at `carry` come from the round before."""
+  def loop(
+    self, equation: _types.Equation, body: _types.Jaxpr, inputs: list[_Value], carry: slice
+  ) -> Sequence[_Value]:
+    """Returns the values of a loop's results; ``inputs[carry]`` are carried between iterations."""
     return self.run(body, inputs)
 
-  def settle(
+  def find_fixpoint(
     self, body: Callable[[list[_Value]], list[_Value]], inputs: list[_Value], carry: slice
   ) -> list[_Value]:
-    """The results of a loop at its fixpoint: rounds that start with the carry of all before."""
+    """Runs a loop's body with the join of all carries so far, until these no longer change."""
     while True:
       outputs = body(inputs)
       # Results begin with the carries.
@@ -111,98 +115,80 @@ class Interpreter(Generic[_Value]):
         return outputs
       inputs = [*inputs[: carry.start], *joined, *inputs[carry.stop :]]
 
-  def branches(self, branches: Sequence[Any], inputs: list[_Value]) -> Sequence[_Value]:
-    """The results of a conditional."""
+  def branches(self, branches: Sequence[_types.Jaxpr], inputs: list[_Value]) -> Sequence[_Value]:
+    """Returns the joined values of the branches of a conditional."""
     results = [self.run(branch, inputs) for branch in branches]
     return list(map(self.join, zip(*results, strict=True)))
 
 
 class Evaluator(Interpreter[_Value]):
-  """Computes a program again; values are pytrees of arrays.
+  """Computes a program again, on values that are pytrees of arrays.
 
-  Only plain calls are entered, for other equations have derivatives or control flow of their own.
+  It enters plain calls only, since JAX must differentiate the other equations as they are.
   """
 
-  def run(self, program: Any, arguments: Sequence[_Value]) -> list[_Value]:
-    """The results of a program, closed or not."""
-    self._template = getattr(program, "jaxpr", program)
+  def run(self, program: _types.Program, arguments: Sequence[_Value]) -> list[_Value]:
+    """Computes the results of a program."""
+    self._template: Any = getattr(program, "jaxpr", program)
     return super().run(program, arguments)
 
   def constant(self, value: Any) -> Any:
-    """A constant as it is."""
+    """Returns the constant."""
     return value
 
-  def visit(self, equation: Any, inputs: list[_Value]) -> Sequence[_Value]:
-    """As :meth:`Interpreter.visit`; what ``checkpoint`` did not save is again not saved."""
-    program = _called(equation) if equation.primitive.name in PLAIN_CALLS else None
+  def visit(self, equation: _types.Equation, inputs: list[_Value]) -> Sequence[_Value]:
+    """Enters plain calls, under ``jax.checkpoint`` if the call is one of it."""
+    program = _called_program(equation) if equation.primitive.name in _PLAIN_CALLS else None
     if program is None:
       return self.operation(equation, inputs)
-    run = functools.partial(self.run, program)
-    return checkpointed(run, equation)(inputs) if is_checkpoint(equation) else run(inputs)
+    run: Callable[[list[_Value]], list[_Value]] = functools.partial(self.run, program)
+    if "policy" in equation.params:  # a call of `jax.checkpoint`
+      settings = {name: equation.params[name] for name in ("policy", "prevent_cse")}
+      run = jax.checkpoint(run, **settings)
+    return run(inputs)
 
-  def bind(self, equation: Any, values: Sequence[Any]) -> list[Any]:
-    """Computes one equation, as a program of its own."""
+  def bind(self, equation: _types.Equation, values: Sequence[Any]) -> list[Any]:
+    """Computes an equation as a program of one equation."""
     atoms = zip(equation.invars, values, strict=True)
     inputs = {atom: value for atom, value in atoms if not isinstance(atom, jax_core.Literal)}
-    program = part(self._template, list(inputs), equation.outvars, [equation])
-    return compute(program, inputs.values())
+    names = {"arg_names": ("",) * len(inputs), "result_paths": ("",) * len(equation.outvars)}
+    program = self._template.replace(
+      constvars=[],
+      invars=list(inputs),
+      outvars=equation.outvars,
+      eqns=[equation],
+      effects=frozenset(equation.effects),
+      debug_info=self._template.debug_info._replace(**names),
+    )
+    return jax_core.jaxpr_as_fun(jax_core.ClosedJaxpr(program, []))(*inputs.values())
 
 
-def scan_operands(equation: Any) -> tuple[int, int]:
-  """How many operands of a scan are constants, and how many are carried; slices come last.
+def scan_operands(equation: _types.Equation) -> tuple[int, int]:
+  """The numbers of constants and of carries among a scan's operands; the sliced arrays come last.
 
-  By their ranks, for JAX's settings that tell have other names in each version.
+  They are read from the ranks, since JAX's names of the parameters differ between versions.
   """
   body = equation.params["jaxpr"]
   body = getattr(body, "jaxpr", body)
 
-  def whole(outer: Sequence[Any], inner: Sequence[Any]) -> int:
+  def count_unsliced(outer: Sequence[_types.Atom], inner: Sequence[_types.Atom]) -> int:
     pairs = zip(outer, inner, strict=True)
     return sum(len(x.aval.shape) == len(y.aval.shape) for x, y in pairs)
 
-  carries = whole(equation.outvars, body.outvars)
-  return whole(equation.invars, body.invars) - carries, carries
+  carries = count_unsliced(equation.outvars, body.outvars)
+  return count_unsliced(equation.invars, body.invars) - carries, carries
 
 
-def is_checkpoint(equation: Any) -> bool:
-  """Whether an equation is a call of ``jax.checkpoint``."""
-  return "policy" in equation.params
-
-
-def checkpointed(function: Callable[..., Any], equation: Any) -> Callable[..., Any]:
-  """A function under ``jax.checkpoint`` with the settings of an equation."""
-  settings = {name: equation.params[name] for name in ("policy", "prevent_cse")}
-  return jax.checkpoint(function, **settings)
-
-
-def part(jaxpr: Any, inputs: list[Any], outputs: list[Any], equations: list[Any]) -> Any:
-  """A program of some equations of another one, between variables of it."""
-  names = {"arg_names": ("",) * len(inputs), "result_paths": ("",) * len(outputs)}
-  return jaxpr.replace(
-    constvars=[],
-    invars=inputs,
-    outvars=outputs,
-    eqns=equations,
-    effects=frozenset().union(*(equation.effects for equation in equations)),
-    debug_info=jaxpr.debug_info._replace(**names),
-  )
-
-
-def compute(program: Any, arguments: Iterable[Any]) -> list[Any]:
-  """The results of a program without constants."""
-  return jax_core.jaxpr_as_fun(jax_core.ClosedJaxpr(program, []))(*arguments)
-
-
-def sub_jaxprs(equation: Any) -> Iterator[Any]:
-  """The programs inside an equation, closed or not."""
+def sub_jaxprs(equation: _types.Equation) -> Iterator[_types.Program]:
+  """The programs inside an equation."""
   for setting in equation.params.values():
     for item in setting if isinstance(setting, list | tuple) else [setting]:
       if isinstance(item, jax_core.ClosedJaxpr | jax_core.Jaxpr):
         yield item
 
 
-def _called(equation: Any) -> Any:
-  """The one program that an equation stands for, with its arguments and results, or None."""
+def _called_program(equation: _types.Equation) -> _types.Program | None:
+  """The program that an equation calls, or None for other equations."""
   programs = list(sub_jaxprs(equation))
   if len(programs) != 1:
     return None

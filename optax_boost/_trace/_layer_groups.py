@@ -295,8 +295,8 @@ def _overridden(
 
 
 _NO_CATCH_ALL = (
-  " A leaf that no pattern matches is in the last group already, so the last pattern need not be a"
-  " catch-all like '.*': one leaf's path will do."
+  "Write patterns of which only one matches it: a leaf that no pattern matches is in the last group"
+  " already, which needs no catch-all like '.*'."
 )
 # What follows the path of a stacked leaf, or of its module, in the name of a layer.
 _LAYER = re.compile(r"\\?\[[^/]*\]$|/(\[[^/]*\]|\d+|\\d[+*]?)(/.*)?$")

@@ -3,19 +3,20 @@
 A *use* of a leaf is an equation in which the leaf meets data: one operand is computed from leaves
 alone, another from data. A product's use tells the leaf's axes apart.
 
-Which values are data is not certain: a generator's only input is noise, and a loss may close over
-its batch. So there are four *definitions of data*, each of which adds a kind of values to the one
-before; a run of the analysis has one:
+Which values are data is uncertain: a generator's only input is noise, and a loss may close over its
+batch. So there are four *definitions of data*, of which each run of the analysis has one. Each
+definition adds a kind of values to the one before it:
 
   ARRAY      arrays of the batch
-  SCALAR     these, and scalars of the batch
-  CONSTANT   these, and constants: arrays that the loss closes over, or that are part of the model
-  NOISE      these, and noise: what is drawn from keys
+  SCALAR     also scalars of the batch
+  CONSTANT   also constants: arrays that the loss closes over, or that are part of the model
+  NOISE      also noise: arrays that are drawn from keys
 
-A kernel may be in a product before it meets data. Its other operand is an input of the kernel, as a
-table of learned queries, positions or noise, and the result is an activation. Or both are kernels,
-as in ``x @ (a @ b)``. The product with data tells: it sums over the outputs of the last kernel of
-an activation, but over the inputs of the first of several kernels.
+A kernel may enter a product before it meets data. If the other operand is an input of the kernel (a
+table of learned queries, positions or noise), the result is an activation. If the other operand is
+a kernel, too, as in ``x @ (a @ b)``, the result is a kernel. The later product with data tells the
+two apart: it sums over the outputs of an activation's last kernel, but over the inputs of the first
+of several kernels.
 """
 
 from collections.abc import Iterable, Sequence
@@ -26,6 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from optax_boost._foundation import _types
 from optax_boost._trace import _axis_map, _jaxpr, _primitives
 from optax_boost._trace._axis_map import AxisMap
 
@@ -34,7 +36,7 @@ _NO_AXES: _Axes = frozenset()
 
 
 class DataKind(enum.IntEnum):
-  """Kinds of values that may be data; a definition has one kind and those before it."""
+  """Kinds of values that may be data; a definition of data includes all kinds up to one."""
 
   ARRAY = 0
   SCALAR = 1
@@ -42,9 +44,9 @@ class DataKind(enum.IntEnum):
   NOISE = 3
 
 
-def data_kind(aval: Any, flag: bool | None) -> DataKind | None:
+def data_kind(aval: _types.ArrayType, flag: bool | None) -> DataKind | None:
   """The kind of an argument of the loss; `flag` is True for data, None for constants."""
-  # Noise on the weights, drawn ahead of the forward pass, is not where they are used.
+  # A key in the batch is noise: adding noise to weights before the forward pass is no use of them.
   if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
     return DataKind.NOISE
   if flag is None:
@@ -55,12 +57,12 @@ def data_kind(aval: Any, flag: bool | None) -> DataKind | None:
 class UseKind(enum.Enum):
   """What an equation does with a leaf."""
 
-  LOOKUP = enum.auto()  # data chooses its rows, as of an embedding
-  INPUT = enum.auto()  # a kernel has met it before data: a learned query, its bias, or a scale
-  CONTRACTED = enum.auto()  # a product sums over some of its axes
-  GENERATED = enum.auto()  # the same, with an operand that is no data
-  ENTRYWISE = enum.auto()  # it keeps the entries apart, as the sum with a bias
-  PENALTY = enum.auto()  # it takes a number that sums up params, as of a weight decay
+  LOOKUP = enum.auto()  # data chooses rows of the leaf, as of an embedding
+  INPUT = enum.auto()  # the leaf was a kernel's input: a learned query, its bias, or a scale
+  CONTRACTED = enum.auto()  # a product with data sums over axes of the leaf
+  GENERATED = enum.auto()  # a product with an operand that is no data sums over axes of the leaf
+  ENTRYWISE = enum.auto()  # the equation keeps entries apart, as the addition of a bias
+  PENALTY = enum.auto()  # the operand is a number that sums up params, as a weight decay
   UNCLEAR = enum.auto()  # anything else
 
 
@@ -72,7 +74,7 @@ class Use(NamedTuple):
     kind: what the equation does with it.
     fan_in: the leaf's axes that the equation sums over.
     stacked: the leaf's axes along which the operand is one of several layers.
-    window: the axes of the fan-in along which a convolution slides.
+    window: the axes of `fan_in` along which a convolution slides.
   """
 
   leaf: int
@@ -83,13 +85,13 @@ class Use(NamedTuple):
 
 
 class LayerScan(NamedTuple):
-  """A scan over layers, one after the other, that is in no other scan over layers.
+  """A scan over layers that is in no other scan over layers.
 
   Attributes:
-    axes: the leaves that it slices, by number, and the axis along which it slices them.
-    shared: the leaves that all its steps use.
-    length: its number of steps.
-    reverse: whether it starts with the last slice.
+    axes: pairs of the number of a leaf that the scan slices, and the axis that it slices.
+    shared: the leaves that all steps of the scan use.
+    length: the number of steps.
+    reverse: whether the scan starts with the last slice.
   """
 
   axes: tuple[tuple[int, int], ...]
@@ -99,22 +101,22 @@ class LayerScan(NamedTuple):
 
   @property
   def axis_of(self) -> dict[int, int]:
-    """The axis along which each leaf is sliced."""
+    """By the number of a leaf, the axis that the scan slices."""
     return dict(self.axes)
 
 
 class Findings(NamedTuple):
-  """What the analysis found.
+  """The results of the analysis.
 
   Attributes:
-    uses: the uses in each equation that has some, those in penalties last.
-    early_uses: of kernels in products without data, and of the inputs of kernels.
-    expert_uses: of kernels that data has looked up.
+    uses: for each equation with uses, these uses; uses in penalties are last.
+    early_uses: the uses of kernels in products without data, and of the inputs of kernels.
+    expert_uses: the uses of kernels that data has looked up.
     scans: the scans over layers.
-    batch_axes: for each leaf the axes along which some kernel, if not this leaf, is matched with
-      data: there is one kernel for each slice of the data, as of experts and by ``vmap``.
-    unknown_primitives: for each leaf the primitives without a rule that it went into, or that a
-      value with an axis map of it went into.
+    batch_axes: for each leaf, the axes along which each slice of the data has a kernel of its own
+      (experts, ``vmap``), whichever leaf showed it.
+    unknown_primitives: for each leaf, the primitives without a rule into which the leaf, or a value
+      with an axis map of it, went.
   """
 
   uses: list[list[Use]]
@@ -129,13 +131,13 @@ class Value(NamedTuple):
   """The abstract value of a variable.
 
   Attributes:
-    labels: of the dimensions, as in an einsum: two have one label if values are combined along
-      them.
+    labels: a label for each dimension, as in an einsum: two dimensions along which values are
+      combined have the same label.
     data: whether the value is computed from data.
-    leaves: the leaves that it is computed from and that have not met data.
-    penalty: whether it is a number that sums up params, as a weight decay does.
-    axis_maps: how axes of leaves run; of leaves that have not met data, and of kernels that data
-      has looked up.
+    leaves: the leaves that the value is computed from, and that have not met data.
+    penalty: whether the value is a number that sums up params, as a weight decay does.
+    axis_maps: the axis maps of the leaves that have not met data, and of the kernels that data has
+      looked up.
   """
 
   labels: tuple[int, ...]
@@ -146,35 +148,36 @@ class Value(NamedTuple):
 
 
 def _unique(axis_maps: Iterable[AxisMap]) -> tuple[AxisMap, ...]:
-  """Axis maps in their order, each once."""
+  """Drops duplicates of axis maps."""
   return tuple(dict.fromkeys(axis_maps))
 
 
 class _Labels:
-  """Labels of dimensions, of which some turn out to be one: values are combined along them."""
+  """Labels of dimensions, which are united when values are combined along the dimensions."""
 
   def __init__(self) -> None:
     self._parents: list[int] = []
 
   def fresh(self) -> int:
+    """Returns a new label."""
     self._parents.append(len(self._parents))
     return self._parents[-1]
 
   def find(self, label: int) -> int:
-    """The label that stands for all that are one with a label."""
+    """Returns the label that represents all labels united with this one."""
     while self._parents[label] != label:
       self._parents[label] = label = self._parents[self._parents[label]]
     return label
 
   def unite(self, labels: Sequence[int]) -> int:
-    """Makes labels one."""
+    """Unites labels, and returns the first."""
     for label in labels[1:]:
       self._parents[self.find(label)] = self.find(labels[0])
     return labels[0]
 
 
 class LeafUses(_jaxpr.Interpreter[Value]):
-  """Notes the uses of leaves and the scans over layers; :meth:`findings` returns them."""
+  """Collects the uses of leaves and the scans over layers; :meth:`findings` returns them."""
 
   def __init__(
     self, definition: DataKind = DataKind.ARRAY, named_kernels: frozenset[int] = frozenset()
@@ -182,28 +185,28 @@ class LeafUses(_jaxpr.Interpreter[Value]):
     """Makes an analysis.
 
     Args:
-      definition: the last kind of values that are data.
-      named_kernels: the leaves with the name of a kernel. Of two leaves in a product without data
-        the second is the kernel, unless only the first has the name of one.
+      definition: the last kind of values that count as data.
+      named_kernels: the leaves that are named as kernels. In a product of two leaves, the second is
+        the kernel, unless only the first is named as one.
     """
     self._definition, self._named_kernels = definition, named_kernels
-    self._uses: list[list[Use]] = []  # of each equation that has some
+    self._uses: list[list[Use]] = []  # for each equation that has uses
     self._early_uses: list[Use] = []
-    self._inputs: dict[int, Use] = {}  # the first use of each leaf in an input or in data
+    self._inputs: dict[int, Use] = {}  # by leaf, its first use in a kernel's input or in data
     self._expert_uses: list[Use] = []
     self._scans: list[LayerScan] = []
-    self._unknown: list[dict[str, None]] = []  # the primitives of each leaf, in their order
-    self._shapes: list[tuple[int, ...]] = []  # of each leaf
+    self._unknown: list[dict[str, None]] = []  # for each leaf, its primitives without a rule
+    self._shapes: list[tuple[int, ...]] = []  # for each leaf
     self._labels = _Labels()
-    self._axis_labels: list[tuple[int, ...]] = []  # of each leaf
-    # The labels along which kernels and data are matched slice by slice, and summed over.
+    self._axis_labels: list[tuple[int, ...]] = []  # for each leaf
+    # The labels that products of kernels and data treat as batch dimensions, and sum over.
     self._batch: set[int] = set()
     self._contracted: set[int] = set()
-    # By equation, operand and result: which dimensions of the operand run along the result's.
+    # By the id of an equation, operand and result: `_aligned_dims`.
     self._aligned: dict[tuple[int, int, int], tuple[tuple[int, int], ...]] = {}
 
   def leaf(self, shape: tuple[int, ...]) -> Value:
-    """The next leaf, as it enters the program."""
+    """Returns the value of the next leaf of the params."""
     value, number = self.argument(shape, None), len(self._shapes)
     self._shapes.append(shape)
     self._unknown.append({})
@@ -212,15 +215,15 @@ class LeafUses(_jaxpr.Interpreter[Value]):
     return value._replace(leaves=frozenset([number]), axis_maps=axis_maps)
 
   def argument(self, shape: Sequence[int], kind: DataKind | None) -> Value:
-    """Another argument of the program, or a constant; None: it is data by no definition."""
+    """Returns the value of another argument, or of a constant; without a kind it is never data."""
     return Value(tuple(self._labels.fresh() for _ in shape), self._is_data(kind))
 
   def note_result(self, loss: Value) -> None:
-    """Notes the leaves that enter the loss without meeting data: in nothing but a penalty."""
+    """Notes the leaves that enter the loss without meeting data, as penalties."""
     self._uses.append([Use(leaf, UseKind.PENALTY) for leaf in sorted(loss.leaves)])
 
   def findings(self) -> Findings:
-    """What was found in the programs that were run."""
+    """Returns what the analysis found in the programs that it ran."""
     batch, contracted = (
       set(map(self._labels.find, labels)) for labels in (self._batch, self._contracted)
     )
@@ -239,11 +242,11 @@ class LeafUses(_jaxpr.Interpreter[Value]):
       list(map(tuple, self._unknown)),
     )
 
-  def constant(self, value: Any) -> Value:
+  def constant(self, value: jax.typing.ArrayLike) -> Value:
     return self.argument(np.shape(value), DataKind.CONSTANT if np.size(value) > 1 else None)
 
   def join(self, values: Sequence[Value]) -> Value:
-    # The first one's labels stay, so that the carry of a loop settles.
+    # The labels of the first value stay, so that the carry of a loop reaches a fixpoint.
     labels = zip(*(v.labels for v in values), strict=True)
     return Value(
       tuple(map(self._labels.unite, labels)),
@@ -253,13 +256,13 @@ class LeafUses(_jaxpr.Interpreter[Value]):
       _unique(m for v in values for m in v.axis_maps),
     )
 
-  def operation(self, equation: Any, inputs: list[Value]) -> list[Value]:
+  def operation(self, equation: _types.Equation, inputs: list[Value]) -> list[Value]:
     rule = _primitives.rule_of(equation)
     if rule.is_identity:
       return inputs
     data = any(v.data for v in inputs)
     if equation.primitive.name == "random_wrap":
-      # A key that the batch holds as integers: what is drawn from it is noise.
+      # The batch holds a key as integers; arrays that are drawn from a key are noise.
       data = data and self._is_data(DataKind.NOISE)
     if data:
       self._note_uses(equation, inputs)
@@ -286,29 +289,31 @@ class LeafUses(_jaxpr.Interpreter[Value]):
         self._unknown[axis_map.leaf][equation.primitive.name] = None
     return values
 
-  def loop(self, equation: Any, body: Any, inputs: list[Value], carry: slice) -> list[Value]:
+  def loop(
+    self, equation: _types.Equation, body: _types.Jaxpr, inputs: list[Value], carry: slice
+  ) -> list[Value]:
     slices = [self._slice(value) for value in inputs[carry.stop :]]
     self._note_scan(equation, inputs, carry)
     noted: list[list[Any]] = [self._uses, self._early_uses, self._expert_uses, self._scans]
     lengths = list(map(len, noted))
 
-    def one_round(inputs: list[Value]) -> list[Value]:
-      # Keep the notes of the last round only.
+    def run_iteration(inputs: list[Value]) -> list[Value]:
+      # Drop the notes of the iteration before.
       for notes, length in zip(noted, lengths, strict=True):
         del notes[length:]
       return self.run(body, inputs)
 
-    outputs = self.settle(one_round, [*inputs[: carry.stop], *slices], carry)
+    outputs = self.find_fixpoint(run_iteration, [*inputs[: carry.stop], *slices], carry)
     carries = carry.stop - carry.start
     return [*outputs[:carries], *map(self._stack, outputs[carries:])]
 
-  def branches(self, branches: Sequence[Any], inputs: list[Value]) -> list[Value]:
+  def branches(self, branches: Sequence[_types.Jaxpr], inputs: list[Value]) -> list[Value]:
     results = []
     noted: set[int] = set()
     for branch in branches:
       start = len(self._uses)
       results.append(self.run(branch, inputs))
-      # A leaf of two branches is used once.
+      # A leaf that several branches use counts as used once.
       branch_uses = [[use for use in uses if use.leaf not in noted] for uses in self._uses[start:]]
       self._uses[start:] = branch_uses
       noted |= {use.leaf for uses in branch_uses for use in uses}
@@ -318,19 +323,19 @@ class LeafUses(_jaxpr.Interpreter[Value]):
     return kind is not None and kind <= self._definition
 
   def _slice(self, value: Value) -> Value:
-    """A value of which a scan takes one slice after the other."""
+    """Returns the value of one slice, as the body of a scan gets it."""
     axis_maps = _unique(m.first_slice() for m in value.axis_maps)
     return value._replace(axis_maps=axis_maps, labels=value.labels[1:])
 
   def _stack(self, value: Value) -> Value:
-    """A value whose copies a scan stacks."""
+    """Returns the value of a scan's output, which stacks the values of the steps."""
     axis_maps = _unique(m.stack() for m in value.axis_maps)
     return value._replace(axis_maps=axis_maps, labels=(self._labels.fresh(), *value.labels))
 
-  def _note_scan(self, equation: Any, inputs: list[Value], carry: slice) -> None:
-    """Notes a scan over layers: one with a carry that slices leaves."""
+  def _note_scan(self, equation: _types.Equation, inputs: list[Value], carry: slice) -> None:
+    """Notes a scan if it is over layers: it has a carry, and slices leaves."""
     sliced = inputs[carry.stop :]
-    # Without a carry, layers are computed independently.
+    # Without a carry, the steps are independent, so the slices are no layers in a row.
     if not sliced or carry.stop == carry.start or not equation.params["length"]:
       return
     outer = {leaf for scan in self._scans for leaf in scan.axis_of}
@@ -346,8 +351,10 @@ class LeafUses(_jaxpr.Interpreter[Value]):
       length, reverse = equation.params["length"], equation.params["reverse"]
       self._scans.append(LayerScan(tuple(sorted(axes.items())), shared, length, reverse))
 
-  def _result_labels(self, equation: Any, inputs: list[Value], result: int) -> tuple[int, ...]:
-    """The labels of a result: of the operands' dimensions that run along its own."""
+  def _result_labels(
+    self, equation: _types.Equation, inputs: list[Value], result: int
+  ) -> tuple[int, ...]:
+    """Unites the labels of all operands' dimensions that run along a result's dimension."""
     shape = equation.outvars[result].aval.shape
     along: list[list[int]] = [[] for _ in shape]
     for operand, value in enumerate(inputs):
@@ -358,8 +365,10 @@ class LeafUses(_jaxpr.Interpreter[Value]):
       for labels, size in zip(along, shape, strict=True)
     )
 
-  def _aligned_dims(self, equation: Any, operand: int, result: int) -> tuple[tuple[int, int], ...]:
-    """The pairs of an operand's and a result's dimensions that run along each other."""
+  def _aligned_dims(
+    self, equation: _types.Equation, operand: int, result: int
+  ) -> tuple[tuple[int, int], ...]:
+    """The pairs of a dimension of an operand and the dimension of a result that it runs along."""
     key = id(equation), operand, result
     if key not in self._aligned:
       shape = equation.invars[operand].aval.shape
@@ -370,7 +379,7 @@ class LeafUses(_jaxpr.Interpreter[Value]):
       )
     return self._aligned[key]
 
-  def _note_uses(self, equation: Any, inputs: list[Value]) -> None:
+  def _note_uses(self, equation: _types.Equation, inputs: list[Value]) -> None:
     """Notes the leaves that meet data in an equation."""
     product = _primitives.product_of(equation)
     met: set[int] = set()  # outside of penalties
@@ -393,7 +402,7 @@ class LeafUses(_jaxpr.Interpreter[Value]):
           use = _use_of_entries(axis_map, kind)
         elif use.kind == UseKind.CONTRACTED and product is not None:
           other = inputs[1 - operand]
-          # An embedding and its kernel, or two embeddings, do not make the embedding a kernel.
+          # A product with a kernel or another embedding does not make an embedding a kernel.
           if value.data and (not other.data or other.axis_maps):
             continue
           self._note_product(product, operand, inputs)
@@ -402,15 +411,14 @@ class LeafUses(_jaxpr.Interpreter[Value]):
         if not value.data:
           uses.append(use)
     uses += [Use(leaf, UseKind.UNCLEAR) for leaf in met - {use.leaf for use in uses}]
-    # In the order of the leaves.
     uses.sort(key=lambda use: use.leaf)
     in_penalties = frozenset().union(*(v.leaves for v in inputs)) - met
     uses += [Use(leaf, UseKind.PENALTY) for leaf in sorted(in_penalties)]
     if uses:
       self._uses.append(uses)
 
-  def _note_generated(self, equation: Any, inputs: list[Value]) -> list[Value]:
-    """Notes the kernel in a product without data; returns the operands, the kernel with inputs."""
+  def _note_generated(self, equation: _types.Equation, inputs: list[Value]) -> list[Value]:
+    """Notes the kernel in a product without data; returns the operands, the kernel marked."""
     product = _primitives.product_of(equation)
     kernel = None if product is None else self._kernel_of(inputs, product)
     if product is None or kernel is None:
@@ -426,42 +434,42 @@ class LeafUses(_jaxpr.Interpreter[Value]):
       self._early_uses += generated
       for axis_map in inputs[1 - kernel].axis_maps:
         self._note_input(axis_map)
-    # Constants may be a part of the kernel, and come after it.
+    # A constant that multiplies a kernel from the right may be a part of the kernel.
     if kernel == 0 and not inputs[1].leaves:
       return inputs
     maps = _unique(m._replace(has_inputs=True) if m in kernels else m for m in value.axis_maps)
     return [*inputs[:kernel], value._replace(axis_maps=maps), *inputs[kernel + 1 :]]
 
   def _kernel_of(self, inputs: list[Value], product: _primitives.Product) -> int | None:
-    """The operand of a product without data that is a kernel, if the other can be its input."""
+    """The operand of a product without data that is a kernel, or None if neither is one."""
     have_inputs = [any(m.has_inputs for m in value.axis_maps) for value in inputs[:2]]
     kernels = [
       {m.leaf for m in _kernels(value, dims)}
       for value, dims in zip(inputs, product.contracted, strict=False)
     ]
     first, second = kernels
-    # Two activations, as queries and keys; a matrix times itself is a penalty.
+    # Both are activations, such as queries and keys, or a matrix times itself, which is a penalty.
     if all(have_inputs) or first & second:
       return None
     if first and second:
       only_first = first & self._named_kernels and not second & self._named_kernels
       return 0 if only_first else 1
     kernel = 0 if first else 1
-    # Constants that mix activations are no inputs.
+    # A constant that multiplies an activation is not the input of a kernel.
     is_mixed = have_inputs[kernel] and not inputs[1 - kernel].leaves
     return None if is_mixed else kernel
 
   def _inputs_of_kernels(self, value: Value, contracted: Sequence[int]) -> list[AxisMap]:
-    """The leaves of an operand of params that are no kernels in its product with data.
+    """The axis maps of an operand's leaves that are not kernels in its product with data.
 
-    If the operand is an activation, all leaves; else scales. It is an activation if the product
-    sums over nothing but outputs of a kernel that has its inputs.
+    These are all leaves of an activation, and the scales of other operands. An operand is an
+    activation if the product sums over outputs of kernels that have inputs, and nothing else.
     """
     with_inputs = [m for m in value.axis_maps if m.has_inputs]
     is_product = _kernels(value, contracted) or (
       len(with_inputs) == len(value.axis_maps) and _free(value, contracted)
     )
-    # A product may be added to a kernel.
+    # The operand may be the sum of a kernel and a product, as in adapters.
     is_sum = any(
       m.leaf in self._named_kernels and not m.contracted and m.axes(contracted)
       for m in value.axis_maps
@@ -470,20 +478,20 @@ class LeafUses(_jaxpr.Interpreter[Value]):
     return [m for m in value.axis_maps if is_activation or _is_scale(value, m, contracted)]
 
   def _note_input(self, axis_map: AxisMap) -> None:
-    """Notes a use of a leaf that tells of it if no other does."""
+    """Notes a use of a leaf that decides on its axes if no other use does."""
     self._inputs.setdefault(axis_map.leaf, _use_of_entries(axis_map))
 
   def _note_product(self, product: _primitives.Product, kernel: int, inputs: list[Value]) -> None:
-    """Notes the labels along which a product of a kernel and data matches and sums."""
+    """Notes the labels of the batch and the contracted dimensions of a kernel's product."""
     self._batch |= {inputs[kernel].labels[dim] for dim in product.batch[kernel]}
     for value, dims in zip(inputs, product.contracted, strict=False):
       self._contracted |= {value.labels[dim] for dim in dims}
 
 
-def scanned_axes(program: Any, leaves: range) -> dict[int, int]:
-  """The axis along which a scan over layers slices each of some arguments of a program.
+def scanned_axes(program: _types.Jaxpr, leaves: range) -> dict[int, int]:
+  """The axis that a scan over layers slices of each of the arguments at positions `leaves`.
 
-  `leaves` are the arguments' positions, by which the result counts from zero. No argument is data.
+  The keys of the result count from the first of these positions. No argument counts as data.
   """
   analysis = LeafUses()
   shapes = [variable.aval.shape for variable in program.jaxpr.invars]
@@ -498,9 +506,9 @@ def scanned_axes(program: Any, leaves: range) -> dict[int, int]:
 
 
 def _use(
-  equation: Any, operand: int, axis_map: AxisMap, product: _primitives.Product | None
+  equation: _types.Equation, operand: int, axis_map: AxisMap, product: _primitives.Product | None
 ) -> Use:
-  """The use of a leaf in an equation where an operand with this axis map meets data."""
+  """The use of a leaf in an equation in which an operand with its axis map meets data."""
   if product is not None and operand < 2:
     return _use_in_product(axis_map, operand, product)
   rule = _primitives.rule_of(equation)
@@ -512,7 +520,7 @@ def _use(
 
 
 def _use_of_entries(axis_map: AxisMap, kind: UseKind = UseKind.ENTRYWISE) -> Use:
-  """A use that keeps the entries of a leaf apart."""
+  """A use of a leaf that keeps its entries apart, so that it has no fan-in there."""
   return Use(axis_map.leaf, kind, stacked=axis_map.sliced - axis_map.axes())
 
 
@@ -523,7 +531,7 @@ def _use_in_product(axis_map: AxisMap, operand: int, product: _primitives.Produc
   used = {*product.contracted[operand], *product.batch[operand]}
   outputs = axis_map.axes(d for d in range(len(axis_map.dims)) if d not in used)
   if window:
-    joined, is_depthwise = _of_convolution(axis_map, product)
+    joined, is_depthwise = _joined_kernels(axis_map, product)
     batch, outputs = batch | joined, outputs - joined
     contracted = window if is_depthwise else contracted
   if contracted & (outputs | batch) or (axis_map.gathered and not outputs):
@@ -532,7 +540,7 @@ def _use_in_product(axis_map: AxisMap, operand: int, product: _primitives.Produc
   if not contracted:
     fan_in, kind = axis_map.contracted, UseKind.GENERATED
   elif outputs and axis_map.has_inputs:
-    fan_in |= axis_map.contracted  # as of a kernel that constants resize
+    fan_in |= axis_map.contracted  # constants resized the kernel
   if not fan_in:
     return _use_of_entries(axis_map)
   stacked = (axis_map.sliced | axis_map.gathered | batch) - outputs - fan_in
@@ -540,10 +548,10 @@ def _use_in_product(axis_map: AxisMap, operand: int, product: _primitives.Produc
 
 
 def _kernels(value: Value, contracted: Sequence[int]) -> list[AxisMap]:
-  """The leaves of an operand, by axis map, that may be kernels: those that the product sums over.
+  """The axis maps of an operand's leaves that may be kernels, since the product sums over them.
 
-  A sum over the outputs of a kernel that has its inputs tells nothing of others, as a bias, that
-  share this dimension.
+  A sum over the outputs of a kernel that has inputs makes no kernel of other leaves along these
+  dimensions, such as its bias.
   """
   free = _free(value, contracted)
   return [
@@ -554,28 +562,28 @@ def _kernels(value: Value, contracted: Sequence[int]) -> list[AxisMap]:
 
 
 def _is_scale(value: Value, axis_map: AxisMap, contracted: Sequence[int]) -> bool:
-  """Whether a leaf is broadcast along all outputs of others with which it makes an operand."""
+  """Whether a leaf is broadcast along the outputs of the other leaves of an operand."""
   kept = [dim for dim in range(len(axis_map.dims)) if dim not in contracted]
   is_broadcast = not axis_map.contracted and not axis_map.axes(kept)
   return is_broadcast and any(m.axes(kept) for m in value.axis_maps)
 
 
 def _is_number_beside_its_leaf(value: Value, axis_map: AxisMap) -> bool:
-  """Whether an operand has the leaf itself beside a number made of it, as its norm."""
+  """Whether the map is of a number made of a leaf, such as its norm, that scales the leaf."""
   others = (m for m in value.axis_maps if m.leaf == axis_map.leaf)
   return not axis_map.axes() and any(m.axes() for m in others)
 
 
 def _free(value: Value, dims: Sequence[int]) -> list[int]:
-  """Those of some dimensions along which no kernel that has its inputs has outputs."""
+  """The dimensions among `dims` along which no kernel that has inputs has its outputs."""
   return [dim for dim in dims if not any(m.has_inputs and m.axes([dim]) for m in value.axis_maps)]
 
 
-def _of_convolution(axis_map: AxisMap, product: _primitives.Product) -> tuple[_Axes, bool]:
-  """The axes along which ``vmap`` joined kernels, and whether each of these is depthwise."""
+def _joined_kernels(axis_map: AxisMap, product: _primitives.Product) -> tuple[_Axes, bool]:
+  """The axes along which ``vmap`` joined kernels of a convolution, and whether it is depthwise."""
   ((_, outputs),) = (source for sources in product.sources for source in sources if source[0] == 1)
   groups, joined = product.groups, set()
-  # Kernels that `vmap` joined are the outer parts of the outputs, one group each.
+  # `vmap` merges its axis into the outputs, as their outer part, with a group for each kernel.
   for part in axis_map.dims[outputs][:-1]:
     if groups % part.size == 0:
       groups //= part.size
@@ -585,13 +593,13 @@ def _of_convolution(axis_map: AxisMap, product: _primitives.Product) -> tuple[_A
 
 
 def _result_axis_maps(
-  equation: Any, inputs: list[Value], result: int, by_data: bool
+  equation: _types.Equation, inputs: list[Value], result: int, by_data: bool
 ) -> tuple[AxisMap, ...]:
-  """The axis maps of a result: of leaves, or of kernels that data has looked up.
+  """The axis maps of a result: of leaves that have not met data, or of looked-up kernels.
 
-  `by_data`: whether data chose the result from its first operand.
+  `by_data`: whether data chose the result from the first operand.
   """
-  # Kernels that data has looked up stay kernels until they meet other data.
+  # Kernels that data has looked up remain kernels until they meet other data.
   meets = any(v.data for v in inputs) and not by_data
   stay = _primitives.product_of(equation) is None and all(v.axis_maps or not v.data for v in inputs)
   moved = (

@@ -1,27 +1,29 @@
 """The primitives that the analyses know: one table, one entry for each.
 
 A :class:`Rule` says how a primitive carries the axes of leaves from its operands to its results. To
-teach the analyses a primitive, add its name to :data:`RULES`: with the rule of a like primitive, as
-``POINTWISE``, or with a rule of its own. Primitives that hold a program (``scan``, ``cond``,
-``jit``, ...) need no entry, for ``_jaxpr.Interpreter`` enters them.
+teach the analyses a primitive, add its name to :data:`RULES`, with the rule of a similar primitive,
+such as ``POINTWISE``, or with a new rule. Primitives that hold a program (``scan``, ``cond``,
+``jit``, ...) need no entry, since ``_jaxpr.Interpreter`` enters them.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeAlias
 
+from optax_boost._foundation import _types
 from optax_boost._trace import _axis_map
 from optax_boost._trace._axis_map import AxisMap
 
 
 class Product(NamedTuple):
-  """The dimensions of a product's two operands, of which some are summed over.
+  """The roles of the dimensions of a product's two operands.
 
   Attributes:
-    contracted: those summed over, of each operand.
-    batch: those along which each slice of one operand meets a slice of the other.
-    sources: for each dimension of the result, the operands and dimensions that run along it.
-    window: of the second operand, those along which a convolution slides.
-    groups: the groups of a convolution's outputs, each of which has inputs of its own.
+    contracted: for each operand, the dimensions that are summed over.
+    batch: for each operand, the dimensions along which its slices meet slices of the other.
+    sources: for each dimension of the result, the pairs of an operand and its dimension that run
+      along it.
+    window: the dimensions of the second operand along which a convolution slides.
+    groups: the number of groups of a convolution's outputs; each group has separate inputs.
   """
 
   contracted: tuple[tuple[int, ...], tuple[int, ...]]
@@ -31,39 +33,44 @@ class Product(NamedTuple):
   groups: int = 1
 
 
+# For each of the two operands of a product, some of its dimensions.
+_Dims: TypeAlias = tuple[Sequence[int], Sequence[int]]
+
+
 class Rule(NamedTuple):
   """How a primitive carries the axes of leaves from its operands to its results.
 
   Attributes:
-    move: ``move(equation, operand, axis_map, shape, by_data)`` gives the axis map of a result of
-      this shape, from that of an operand, or None if the result does not hold the operand's
-      entries. `by_data`: whether the indices of a lookup were computed from data. None: no result
-      of the primitive holds an operand's entries.
-    is_entrywise: whether each entry of an operand goes to an entry of a result, or to none. A leaf
+    move: ``move(equation, operand, axis_map, shape, by_data)`` makes the axis map of a result with
+      this shape from the map of an operand. It returns None if the result does not hold the
+      operand's entries. `by_data` tells whether data chose the indices of a lookup. The rule has no
+      `move` if no result of the primitive holds an operand's entries.
+    is_entrywise: whether each entry of an operand goes to one entry of a result, or to none. A leaf
       that meets data in such a primitive has no fan-in there.
-    is_pointwise: whether further the operands are scalars or have the result's shape, and entries
-      at one index make the entry at this index.
-    is_lookup: whether the operands after the first are indices into it.
+    is_pointwise: whether the operands also are scalars or have the result's shape, and each entry
+      of the result depends on the entries at its index alone.
+    is_lookup: whether the operands after the first are indices into the first.
     is_identity: whether each result is the operand in the same position.
-    product: ``product(equation)`` gives the dimensions of a product; None: it is none.
+    product: ``product(equation)`` returns the roles of a product's dimensions; None for other
+      primitives.
   """
 
-  move: Callable[[Any, int, AxisMap, Sequence[int], bool], AxisMap | None] | None
+  move: Callable[[_types.Equation, int, AxisMap, Sequence[int], bool], AxisMap | None] | None
   is_entrywise: bool = False
   is_pointwise: bool = False
   is_lookup: bool = False
   is_identity: bool = False
-  product: Callable[[Any], Product] | None = None
+  product: Callable[[_types.Equation], Product] | None = None
 
 
 def _resize(
-  equation: Any, operand: int, axis_map: AxisMap, shape: Sequence[int], by_data: bool
+  equation: _types.Equation, operand: int, axis_map: AxisMap, shape: Sequence[int], by_data: bool
 ) -> AxisMap | None:
   return axis_map.resize(shape, by_data)
 
 
 def _stretch(
-  equation: Any, operand: int, axis_map: AxisMap, shape: Sequence[int], by_data: bool
+  equation: _types.Equation, operand: int, axis_map: AxisMap, shape: Sequence[int], by_data: bool
 ) -> AxisMap | None:
   sizes = equation.invars[operand].aval.shape
   if sizes == shape:
@@ -71,7 +78,7 @@ def _stretch(
   resized = axis_map.resize(shape, by_data)
   if resized is None or not sizes:
     return resized
-  # One entry that is repeated runs along no axis.
+  # No axis runs along a dimension that repeats one entry.
   dims = (
     _axis_map.no_axis(size) if old == 1 else dim
     for dim, old, size in zip(resized.dims, sizes, shape, strict=True)
@@ -80,13 +87,13 @@ def _stretch(
 
 
 def _dynamic_slice(
-  equation: Any, operand: int, axis_map: AxisMap, shape: Sequence[int], by_data: bool
+  equation: _types.Equation, operand: int, axis_map: AxisMap, shape: Sequence[int], by_data: bool
 ) -> AxisMap | None:
   return axis_map.resize(shape, by_data) if operand == 0 else None
 
 
 def _gather(
-  equation: Any, operand: int, axis_map: AxisMap, shape: Sequence[int], by_data: bool
+  equation: _types.Equation, operand: int, axis_map: AxisMap, shape: Sequence[int], by_data: bool
 ) -> AxisMap | None:
   if operand != 0:
     return None
@@ -106,20 +113,20 @@ def _gather(
 
 
 def _transpose(
-  equation: Any, operand: int, axis_map: AxisMap, shape: Sequence[int], by_data: bool
+  equation: _types.Equation, operand: int, axis_map: AxisMap, shape: Sequence[int], by_data: bool
 ) -> AxisMap:
   order = equation.params["permutation"]
   return axis_map._replace(dims=tuple(axis_map.dims[i] for i in order))
 
 
 def _reshape(
-  equation: Any, operand: int, axis_map: AxisMap, shape: Sequence[int], by_data: bool
+  equation: _types.Equation, operand: int, axis_map: AxisMap, shape: Sequence[int], by_data: bool
 ) -> AxisMap | None:
   return axis_map.reshape(equation.params["dimensions"] or range(len(axis_map.dims)), shape)
 
 
 def _broadcast(
-  equation: Any, operand: int, axis_map: AxisMap, shape: Sequence[int], by_data: bool
+  equation: _types.Equation, operand: int, axis_map: AxisMap, shape: Sequence[int], by_data: bool
 ) -> AxisMap:
   sizes = equation.invars[operand].aval.shape
   dims = list(map(_axis_map.no_axis, shape))
@@ -130,10 +137,10 @@ def _broadcast(
 
 
 def _drop(dimensions: str) -> Callable[..., AxisMap]:
-  """A rule's `move` that drops the dimensions in a parameter of the equation."""
+  """Makes a `move` that drops the dimensions that a parameter of the equation lists."""
 
   def move(
-    equation: Any, operand: int, axis_map: AxisMap, shape: Sequence[int], by_data: bool
+    equation: _types.Equation, operand: int, axis_map: AxisMap, shape: Sequence[int], by_data: bool
   ) -> AxisMap:
     dropped = equation.params[dimensions]
     kept = tuple(dim for i, dim in enumerate(axis_map.dims) if i not in dropped)
@@ -142,21 +149,21 @@ def _drop(dimensions: str) -> Callable[..., AxisMap]:
   return move
 
 
-def _dot_general(equation: Any) -> Product:
+def _dot_general(equation: _types.Equation) -> Product:
   contracted, batch = equation.params["dimension_numbers"]
   return _matrix_product(equation, contracted, batch)
 
 
-def _ragged_dot(equation: Any) -> Product:
+def _ragged_dot(equation: _types.Equation) -> Product:
   numbers = equation.params["ragged_dot_dimension_numbers"]
   contracted, batch = numbers.dot_dimension_numbers
   return _matrix_product(equation, contracted, batch, tuple(numbers.rhs_group_dimensions))
 
 
 def _matrix_product(
-  equation: Any, contracted: Any, batch: Any, group_dims: tuple[int, ...] = ()
+  equation: _types.Equation, contracted: _Dims, batch: _Dims, group_dims: tuple[int, ...] = ()
 ) -> Product:
-  """A product whose second operand may have a kernel for each group of the first one's rows."""
+  """The roles in a matrix product; `group_dims` hold one kernel for each group of rows."""
   pairs = list(zip(*batch, strict=True))
   used = [{*contracted[0], *batch[0]}, {*contracted[1], *batch[1], *group_dims}]
   free = [
@@ -169,7 +176,7 @@ def _matrix_product(
   )
 
 
-def _convolution(equation: Any) -> Product:
+def _convolution(equation: _types.Equation) -> Product:
   numbers = equation.params["dimension_numbers"]
   rows, inputs, *_ = numbers.lhs_spec
   outputs, features, *window = numbers.rhs_spec
@@ -183,9 +190,9 @@ def _convolution(equation: Any) -> Product:
   )
 
 
-def _product_rule(product: Callable[[Any], Product]) -> Rule:
+def _product_rule(product: Callable[[_types.Equation], Product]) -> Rule:
   def move(
-    equation: Any, operand: int, axis_map: AxisMap, shape: Sequence[int], by_data: bool
+    equation: _types.Equation, operand: int, axis_map: AxisMap, shape: Sequence[int], by_data: bool
   ) -> AxisMap | None:
     if operand > 1:
       return None
@@ -201,18 +208,17 @@ def _product_rule(product: Callable[[Any], Product]) -> Rule:
   return Rule(move, product=product)
 
 
-# A result's entry is computed from the entries at its index, or from scalars.
+# Each entry of a result is computed from the operands' entries at its index, and from scalars.
 POINTWISE = Rule(_stretch, is_entrywise=True, is_pointwise=True)
-# Entries change places, or devices; a collective combines those of several devices. Primitives that
-# mix entries along an axis and keep it, as `cumsum`, are neither this nor a `REDUCTION`, for an
-# entry of a result holds several of the operand. They have no rule, so the axes of their leaves are
-# unknown.
+# Entries move to other places or devices; a collective combines the entries of several devices.
+# Primitives that mix entries along an axis and keep the axis, such as `cumsum`, have no rule, so
+# the axes of leaves that enter them are unknown.
 ENTRYWISE = Rule(_resize, is_entrywise=True)
-# Each result is an operand; only the compiler sees a difference.
+# Each result equals an operand; the primitive is a hint to the compiler.
 IDENTITY = Rule(_resize, is_entrywise=True, is_identity=True)
-# A result holds some entries of an operand, or an operand among others.
+# A result holds some entries of one operand, or all entries of several operands.
 PART = Rule(_resize, is_entrywise=True)
-# An operand's entries are written over others, at indices that are operands.
+# The entries of one operand replace entries of another, at indices that are operands.
 UPDATE = Rule(None, is_entrywise=True)
 REDUCTION = Rule(_drop("axes"))
 
@@ -270,26 +276,26 @@ RULES: dict[str, Rule] = {
 _UNKNOWN = Rule(None)
 
 
-def is_known(equation: Any) -> bool:
+def is_known(equation: _types.Equation) -> bool:
   """Whether there is a rule for an equation's primitive."""
   return equation.primitive.name in RULES
 
 
-def rule_of(equation: Any) -> Rule:
-  """The rule of an equation's primitive; of an unknown one, that it moves nothing."""
+def rule_of(equation: _types.Equation) -> Rule:
+  """The rule of an equation's primitive; the rule of an unknown primitive moves no axis map."""
   return RULES.get(equation.primitive.name, _UNKNOWN)
 
 
-def product_of(equation: Any) -> Product | None:
-  """The dimensions of a matrix product or a convolution; None for other equations."""
+def product_of(equation: _types.Equation) -> Product | None:
+  """The roles of dimensions in a matrix product or a convolution; None for other equations."""
   find = rule_of(equation).product
   return None if find is None else find(equation)
 
 
 def move(
-  equation: Any, operand: int, axis_map: AxisMap, result: int, by_data: bool = False
+  equation: _types.Equation, operand: int, axis_map: AxisMap, result: int, by_data: bool = False
 ) -> AxisMap | None:
-  """The axis map of a result of an equation, from that of an operand; None if it has none."""
+  """Makes the axis map of an equation's result from the map of an operand; None if it has none."""
   moved_by = rule_of(equation).move
   if moved_by is None:
     return None

@@ -71,7 +71,7 @@ class Objective:
     def loss(params: optax.Params) -> tuple[_types.FloatScalar, Any]:
       leaves, structure = jax.tree.flatten(params)
       stopped = jax.lax.stop_gradient(leaves)
-      leaves = list(map(_frozen_scans.in_parts, stopped, leaves, frozen))
+      leaves = list(map(_frozen_scans.split_frozen, stopped, leaves, frozen))
       if freezes_parts:
         return self.traced.run_with_leaves(params, leaves)
       return self.loss(jax.tree.unflatten(structure, leaves))

@@ -40,7 +40,7 @@ class TracedLoss:
     A leaf may consist of parts, of which some are frozen (:mod:`optax_boost._trace._frozen_scans`).
     """
     program, structure = self._trace(params)
-    outputs = _frozen_scans.run(program, [*leaves, *jax.tree.leaves(self._arguments)])
+    outputs = _frozen_scans.evaluate(program, [*leaves, *jax.tree.leaves(self._arguments)])
     return jax.tree.unflatten(structure, outputs)
 
   def layers(self) -> _layer_axes.LayerAxes:

@@ -80,4 +80,4 @@ class _CopyFinder(_jaxpr.Interpreter[int]):
     self, equation: _types.Equation, body: _types.Jaxpr, inputs: list[int], carry: slice
   ) -> list[int]:
     # A carry that a later iteration changes is not a copy.
-    return self.settle(functools.partial(self.run, body), inputs, carry)
+    return self.find_fixpoint(functools.partial(self.run, body), inputs, carry)
