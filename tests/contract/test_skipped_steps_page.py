@@ -27,8 +27,14 @@ def table():
   """The cells of the page's table: by row, then by wrapper."""
   lines = [line for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("|")]
   header, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-  names = [name.strip("`") for name in header[1:]]
-  return {row[0]: dict(zip(names, row[1:], strict=True)) for row in rows}
+  return {
+    row[0]: {
+      name.strip("`"): cell
+      for names, cell in zip(header[1:], row[1:], strict=True)
+      for name in names.split(", ")
+    }
+    for row in rows
+  }
 
 
 def loss(params, model_state, batch):
