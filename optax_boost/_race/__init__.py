@@ -1,12 +1,12 @@
-"""Races of transformations: counting, timing, comparison, pictures.
+"""Races: several transformations train the same problem, and are compared at equal budgets.
 
 The modules, each of which imports those before it:
 
   _plot      the picture of a race
-  _result    curves, compared at equal steps, gradient evaluations and time
-  _averages  averages of params and statistics in an optimizer's state, which a race evaluates
-  _training  the trainings: gradients are counted, the steps timed, the other seeds trained
-  _race      ``race``: its arguments and its batches
+  _result    ``RaceResult``: curves, and their comparison at equal steps, gradients and time
+  _averages  averages in an optimizer's state, at which a race evaluates
+  _training  the trainings: count gradients, time steps, train the other seeds
+  _race      ``race``, with its arguments and its batches
 """
 
 from optax_boost._race._race import race as race

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
+  from matplotlib.axes import Axes
   from matplotlib.figure import Figure
 
 # Okabe and Ito's colours, which colour-blind eyes can tell apart; the baseline is grey.
@@ -14,9 +15,9 @@ _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#
 
 
 def draw(result: Any, quantities: Sequence[str], against: Mapping[str, str]) -> "Figure":
-  """Draws a race: a row of panels for each quantity, a column for each budget, with its label.
+  """Draws a ``RaceResult``: a row of panels for each quantity, a column for each budget.
 
-  Losses are on a log scale.
+  `against` has the label of each budget. Losses have a log scale.
   """
   try:
     from matplotlib.figure import Figure
@@ -25,7 +26,7 @@ def draw(result: Any, quantities: Sequence[str], against: Mapping[str, str]) -> 
       '`RaceResult.plot` needs matplotlib. Install it, or run `pip install ".[race]"` in a clone of'
       " optax_boost."
     ) from error
-  # A single column is laid on its side.
+  # A single column of panels is drawn as a row.
   rows, columns = (len(quantities), len(against)) if len(against) > 1 else (1, len(quantities))
   figure = Figure(figsize=(1 + 5 * columns, 1 + 4.0 * rows), dpi=150, layout="constrained")
   panels = figure.subplots(rows, columns, squeeze=False).reshape(len(quantities), len(against))
@@ -35,15 +36,15 @@ def draw(result: Any, quantities: Sequence[str], against: Mapping[str, str]) -> 
   for quantity, line in zip(quantities, panels, strict=True):
     values = np.concatenate([np.ravel(curves[quantity]) for curves in result.curves.values()])
     logarithmic = "loss" in quantity and not np.any(values <= 0)
-    for of, axes in zip(against, line, strict=True):
+    for budget, axes in zip(against, line, strict=True):
       for name, colour in colours.items():
-        _draw_curve(axes, result, name, quantity, of, colour)
-      axes.set_xlabel(against[of])
+        _draw_curve(axes, result, name, quantity, budget, colour)
+      axes.set_xlabel(against[budget])
       axes.grid(color="#E5E5E5", linewidth=0.8)
       axes.spines[["top", "right", "left"]].set_visible(False)
       axes.set_yscale("log" if logarithmic else "linear")
-      if of != "steps":
-        for at, name in _ends(result, compared, of).items():
+      if budget != "steps":
+        for at, name in _ends(result, compared, budget).items():
           axes.axvline(at, color=colours[name], linestyle=":")
     title = quantity + (" (logarithmic)" if logarithmic else "")
     line[0].set_title(title, loc="left", parse_math=False)
@@ -52,25 +53,27 @@ def draw(result: Any, quantities: Sequence[str], against: Mapping[str, str]) -> 
   return figure
 
 
-def _ends(result: Any, compared: Sequence[str], of: str) -> dict[float, str]:
-  """The budgets at which methods are compared with the baseline, and whose total each one is."""
+def _ends(result: Any, compared: Sequence[str], budget: str) -> dict[float, str]:
+  """The totals at which methods are compared with the baseline, and the method that spends each."""
   ends = {}
   for name in compared:
-    at = result.budget(name, of)
+    at = result.budget(name, budget)
     if np.isfinite(at):
-      ends[at] = result.baseline if result.spent[result.baseline][of][-1] == at else name
+      ends[at] = result.baseline if result.spent[result.baseline][budget][-1] == at else name
   return ends
 
 
-def _draw_curve(axes: Any, result: Any, name: str, quantity: str, of: str, colour: str) -> None:
-  lost = result.diverged(name)
-  # A method that diverged on every seed is shown as far as it got.
-  rows = result.curves[name][quantity][~lost | lost.all()]
+def _draw_curve(
+  axes: "Axes", result: Any, name: str, quantity: str, budget: str, colour: str
+) -> None:
+  diverged = result.diverged(name)
+  # A method that diverged on every seed is drawn up to where it diverged.
+  rows = result.curves[name][quantity][~diverged | diverged.all()]
   with np.errstate(all="ignore"):
     mean, spread = rows.mean(0), rows.std(0)
-  x = result.spent[name][of]
+  x = result.spent[name][budget]
   finite = np.isfinite(mean + spread) & np.isfinite(x)
   x, mean, spread = x[finite], mean[finite], spread[finite]
-  label = f"{name} (diverged)" if lost.all() else name
+  label = f"{name} (diverged)" if diverged.all() else name
   axes.fill_between(x, mean - spread, mean + spread, color=colour, alpha=0.15, linewidth=0)
   axes.plot(x, mean, color=colour, label=label, linewidth=2)

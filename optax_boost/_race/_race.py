@@ -1,4 +1,4 @@
-"""`race`, its arguments and its batches."""
+"""``race``, with its arguments and its batches."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import functools
@@ -28,54 +28,59 @@ def race(
   vmap_seeds: bool = True,
   progress: bool = True,
 ) -> _result.RaceResult:
-  """Trains with each of several transformations, and compares them.
+  """Trains with each of several transformations, and compares them with the first.
 
-  A seed gives all methods the same initial params, batches and keys, so each method is compared
-  with the baseline seed by seed, each time with the budget that the cheaper of the two spends:
+  With a seed, all methods get the same initial params, batches and keys, so each method is compared
+  with the baseline seed by seed. A comparison is at the budget that the cheaper of the two spends
+  in total:
 
   - at equal steps;
-  - at equal gradient evaluations, counted with the first seed: a gradient of the loss counts one, a
-    value alone (a trial point of a line search) a third. The backward pass that
-    :func:`freeze_layers` skips shows in the time only;
-  - at equal time of one seed, without compiling, evaluating and making batches. All methods train
-    the first seed again for it, in turns, so one state of each must fit into memory.
+  - at equal gradient evaluations, counted with the first seed. A gradient of the loss counts one, a
+    value without a gradient (a trial point of a line search) a third. The count doesn't show the
+    backward pass that :func:`freeze_layers` skips; the time does;
+  - at equal time of one seed, without the time for compiling, evaluating and making batches. To
+    measure it, all methods train the first seed again in turns, so memory must hold one state of
+    each method.
 
-  Flax models: ``nnx.split_loss`` and ``linen.split_loss`` make the loss pure.
+  For Flax models, ``nnx.split_loss`` and ``linen.split_loss`` make the loss pure.
 
   Args:
-    loss_fn: as for :func:`make_train_step`: ``loss_fn(params, batch)``, with `has_model_state`
-      ``loss_fn(params, model_state, batch)``. A further argument called ``rng`` or ``key`` gets
-      a key.
-    init_fn: from a key to the initial params; with `has_model_state`, to ``(params,
-      model_state)``.
+    loss_fn: the loss, as :func:`make_train_step` takes it: ``loss_fn(params, batch)``, or
+      ``loss_fn(params, model_state, batch)`` with `has_model_state`. If it has another argument
+      called ``rng`` or ``key``, it gets a key.
+    init_fn: a function from a key to the initial params, or to ``(params, model_state)`` with
+      `has_model_state`.
     data: a tree of arrays with a leading axis of examples, which are shuffled for each seed and
-      epoch and cut into whole batches; or a function from the seed to an iterable of batches,
-      called again when it ends.
-    transformations: by name; the first is the baseline that the others are compared with. Make
-      learning-rate schedules for `steps` steps.
-    steps: the length of each training.
-    batch_size: examples in a batch; None: all of them. Not with a function as `data`.
-    seeds: the number of seeds, from 0, or the seeds. More make the intervals narrower; 3 is few.
-    evaluate: ``evaluate(params)``, with `has_model_state` ``evaluate(params, model_state)``, on
-      held-out data: a scalar, or a dictionary of scalars. Called as it is, so jit it yourself. If
-      the optimizer keeps an average (:func:`average_params`, ``optax.contrib.schedule_free``),
-      `params` is the average, also inside wrappers; the training loss is of the params that train.
-      `model_state` is the training's, or its average with ``average_params(...,
-      model_state=model_state)``. BatchNorm's running statistics belong to other params than the
-      average: keep their average, too, or let `evaluate` estimate them again
-      (``nnx.estimate_batch_stats``, ``linen.estimate_batch_stats``).
-    points: the most points of a curve. More cost more evaluations.
-    has_model_state: whether the loss carries mutable statistics.
-    full_grad_fn: as for :func:`make_train_step`, for :func:`svrg`.
-    vmap_seeds: whether the seeds after the first are trained at once (``jax.vmap``), which takes
-      the memory of all of them. False is faster for convolutions on a CPU, and with a
-      `full_grad_fn`. Methods that freeze layers train one seed at a time.
+      epoch and cut into whole batches; or a function from the seed to an iterable of batches, which
+      is called again when the iterable ends.
+    transformations: the transformations by name. The first is the baseline, with which each other
+      one is compared. Make learning-rate schedules for `steps` steps.
+    steps: the number of steps of each training.
+    batch_size: the number of examples in a batch; None: all examples. Must be None if `data` is a
+      function.
+    seeds: the number of seeds, which then count from 0, or the seeds. More seeds make the intervals
+      narrower; 3 is few.
+    evaluate: ``evaluate(params)``, or ``evaluate(params, model_state)`` with `has_model_state`;
+      measures on held-out data and returns a scalar or a dictionary of scalars. `race` does not jit
+      it. If the optimizer keeps an average (:func:`average_params`,
+      ``optax.contrib.schedule_free``, also inside wrappers), `params` is the average; the training
+      loss is that of the trained params. `model_state` is the average of the statistics if
+      ``average_params(..., model_state=model_state)`` keeps one, else the last statistics. The last
+      statistics of BatchNorms don't fit averaged params, so average the statistics, too, or let
+      `evaluate` estimate them again (``nnx.estimate_batch_stats``,
+      ``linen.estimate_batch_stats``).
+    points: the largest number of points in a curve. More points cost more evaluations.
+    has_model_state: whether the loss takes and returns mutable statistics.
+    full_grad_fn: the argument of :func:`make_train_step` for :func:`svrg`.
+    vmap_seeds: whether to train the seeds after the first at once (``jax.vmap``), which needs the
+      memory of all of them. False is faster for convolutions on a CPU, and with a `full_grad_fn`.
+      Methods that freeze layers always train one seed at a time.
     progress: whether to show a progress bar; needs ``tqdm``.
 
   Returns:
-    A :class:`RaceResult`. A seed whose loss is not finite at the end is reported as diverged and
-    left out of means. After Ctrl-C it holds the seeds that every method has finished, if there
-    are any, and its `complete` is False.
+    A :class:`RaceResult`. A seed whose last loss is not finite is reported as diverged and left out
+    of means. After Ctrl-C the result holds the seeds that every method has finished, if there are
+    any, and its `complete` is False.
 
   Examples:
     >>> import jax, jax.numpy as jnp, optax, optax_boost
@@ -87,7 +92,7 @@ def race(
     [False, True]
   """
   _checks.check_bool("vmap_seeds", vmap_seeds)
-  batches, chosen = _batches_of(data, batch_size), _seeds(seeds)
+  batches, chosen = _batches(data, batch_size), _seeds(seeds)
   problem = _training.Problem(
     loss_fn, init_fn, batches, evaluate, steps, points, has_model_state, full_grad_fn
   )
@@ -129,8 +134,8 @@ def _seeds(seeds: Any) -> list[int]:
   return chosen
 
 
-def _batches_of(data: Any, batch_size: int | None) -> Callable[[int], Iterator[_types.Tree]]:
-  """From the seed to endless batches, the same for every method."""
+def _batches(data: Any, batch_size: int | None) -> Callable[[int], Iterator[_types.Batch]]:
+  """Returns a function from a seed to endless batches, which are the same for every method."""
   if callable(data):
     if batch_size is not None:
       raise ValueError(
@@ -154,15 +159,15 @@ def _count_examples(data: _types.Tree) -> int:
   examples = shapes[0][0] if shapes and shapes[0] else 0
   if not examples or any(shape[:1] != (examples,) for shape in shapes):
     raise ValueError(
-      "`data` must be a tree of arrays with one leading axis of examples, at least one, or a"
-      " function from the seed to an iterable of batches (`lambda seed: loader`); got"
+      "`data` must be a tree of arrays with one leading axis of at least one example, or a function"
+      " from the seed to an iterable of batches (`lambda seed: loader`); got"
       f" {f'arrays of the shapes {shapes}' if any(shapes) else _checks.shorten(data)}."
     )
   return examples
 
 
-def _shuffle(data: _types.Tree, examples: int, size: int, seed: int) -> Iterator[_types.Tree]:
-  """Whole batches, shuffled for each epoch; a remainder sits out that epoch."""
+def _shuffle(data: _types.Tree, examples: int, size: int, seed: int) -> Iterator[_types.Batch]:
+  """Yields whole batches, shuffled for each epoch; an epoch leaves out the remaining examples."""
   rng = np.random.default_rng(seed)
   while True:
     order = rng.permutation(examples)
@@ -170,8 +175,8 @@ def _shuffle(data: _types.Tree, examples: int, size: int, seed: int) -> Iterator
       yield jax.tree.map(lambda leaf, chosen=order[start : start + size]: leaf[chosen], data)
 
 
-def _repeat(data: Callable[[int], Iterable[_types.Tree]], seed: int) -> Iterator[_types.Tree]:
-  """The batches of a seed, again and again."""
+def _repeat(data: Callable[[int], Iterable[_types.Batch]], seed: int) -> Iterator[_types.Batch]:
+  """Yields the batches of a seed in an endless loop."""
   while True:
     batch = None
     for batch in data(seed):
@@ -179,5 +184,5 @@ def _repeat(data: Callable[[int], Iterable[_types.Tree]], seed: int) -> Iterator
     if batch is None:
       raise ValueError(
         f"`data` must return batches from their start at each call; data({seed}) gave none. Make"
-        " its iterator inside of the function."
+        " the iterator inside of the function."
       )

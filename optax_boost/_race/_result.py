@@ -1,11 +1,11 @@
-"""The result of a race: curves, compared at equal steps, gradient evaluations and time.
+"""The result of a race: its curves, and their comparison at equal budgets.
 
 For m comparisons whose p-values are p_1 <= ... <= p_m, Holm's method corrects them to
 
   q_i = max over j <= i of min(1, (m - j + 1) p_j)
 
-so that the probability of any false one among the differences with q_i <= 0.05 is at most 0.05,
-however the comparisons depend on each other.
+If methods with q_i <= 0.05 are called different, the probability of at least one false claim is at
+most 0.05, however the comparisons depend on each other.
 
 Source: Holm, "A simple sequentially rejective multiple test procedure", 1979.
 """
@@ -32,12 +32,13 @@ BUDGETS = {
   "seconds": "seconds on one seed",
 }
 _SHORT_NAMES = {"steps": "steps", "gradient_evaluations": "gradient evaluations", "seconds": "time"}
-# The direction of a quantity, by a part of its name; of other names only the sign is reported.
+# Parts of names that tell whether less or more is better. For other quantities, the conclusion says
+# "higher" or "lower".
 _LOWER_IS_BETTER = ("loss", "error", "perplexity")
 _HIGHER_IS_BETTER = ("accuracy",)
-# Times and evaluations so far are sums of rounded numbers.
+# The relative error of budgets, which are sums of rounded numbers.
 _ROUNDING = 1e-9
-# The probability of a false verdict.
+# The probability of a false claim that is accepted.
 _LEVEL = 0.05
 
 
@@ -47,12 +48,12 @@ class RaceResult:
 
   Attributes:
     seeds: the seeds, in the order of the curves' rows.
-    curves: by method and quantity, ``(n, m)``: the metrics of `evaluate`, and the ``training
-      loss``, the mean over the steps since the point before.
-    spent: by method and budget, ``(m,)``, at each point: the ``steps``; the
-      ``gradient_evaluations`` of the first seed; the ``seconds`` that the steps took, for one seed,
-      nan if the race was interrupted before they were measured.
-    complete: False after an interruption: seeds are missing.
+    curves: arrays ``(n, m)`` by method and quantity: the metrics of `evaluate`, and the ``training
+      loss``, the mean over the steps since the previous point.
+    spent: arrays ``(m,)`` by method and budget, the totals at each point: the ``steps``; the
+      ``gradient_evaluations`` of the first seed; the ``seconds`` that the steps of one seed took,
+      nan if the race was interrupted before it measured them.
+    complete: False if the race was interrupted, so that seeds are missing.
     averaged: the methods that `evaluate` measured at an average of the params.
   """
 
@@ -64,7 +65,7 @@ class RaceResult:
 
   @property
   def baseline(self) -> str:
-    """The first method, with which the others are compared."""
+    """The first method, with which each other method is compared."""
     return next(iter(self.curves))
 
   @property
@@ -73,22 +74,22 @@ class RaceResult:
 
   @property
   def quantities(self) -> list[str]:
-    """The quantities to compare, which are the metrics and the training loss."""
+    """The names of the metrics, and of the training loss."""
     return list(self.curves[self.baseline])
 
   def diverged(self, name: str) -> np.ndarray:
-    """``(n,)``, whether a method's loss was not finite at the end."""
+    """An array ``(n,)``: for each seed, whether the method's last loss was not finite."""
     _checks.check_name("name", name, list(self.curves))
     return ~np.isfinite(self.curves[name][LOSS][:, -1])
 
   def budget(self, name: str, of: str) -> float:
-    """What the cheaper of a method and the baseline spends in total; nan if one is unknown.
+    """The total that the cheaper of a method and the baseline spends; nan if a total is unknown.
 
-    Of a method whose baseline always diverged, and of the baseline itself, its own total.
+    If the baseline diverged on every seed, the method's total; for the baseline, the baseline's.
 
     Args:
-      name: the method.
-      of: ``"steps"``, ``"gradient_evaluations"`` or ``"seconds"``.
+      name: the name of the method.
+      of: the kind of budget: ``"steps"``, ``"gradient_evaluations"`` or ``"seconds"``.
     """
     _checks.check_name("name", name, list(self.curves))
     _checks.check_name("of", of, list(BUDGETS))
@@ -97,34 +98,35 @@ class RaceResult:
     return float(np.min([self.spent[method][of][-1] for method in came_through or pair]))
 
   def values(self, name: str, quantity: str, of: str = "steps") -> np.ndarray:
-    """A method's values where it has spent its budget `of`, see :meth:`budget`.
+    """A method's values at its :meth:`budget` of the kind `of`.
 
     Returns:
-      ``(n,)``, interpolated between the points of each seed's curve; nan for a seed that diverged,
-      and if the budget is spent before the first point.
+      An array ``(n,)``, interpolated between the points of each seed's curve; nan for a seed that
+      diverged, or if the first point is past the budget.
     """
     return self._values_at(name, quantity, of, self.budget(name, of))
 
-  def _values_at(self, name: str, quantity: str, of: str, at: float) -> np.ndarray:
+  def _values_at(self, name: str, quantity: str, budget: str, at: float) -> np.ndarray:
     _checks.check_name("quantity", quantity, self.quantities)
-    values = [_interpolate(self.spent[name][of], row, at) for row in self.curves[name][quantity]]
+    spent, curves = self.spent[name][budget], self.curves[name][quantity]
+    values = [_interpolate(spent, curve, at) for curve in curves]
     return np.where(self.diverged(name), math.nan, values)
 
-  def _differences(self, name: str, quantity: str, of: str) -> np.ndarray:
-    """The differences to the baseline, of each seed that has values of both at the budget."""
-    theirs = self._values_at(self.baseline, quantity, of, self.budget(name, of))
-    differences = self.values(name, quantity, of) - theirs
+  def _differences(self, name: str, quantity: str, budget: str) -> np.ndarray:
+    """The differences to the baseline, for the seeds on which both have a value at the budget."""
+    baseline = self._values_at(self.baseline, quantity, budget, self.budget(name, budget))
+    differences = self.values(name, quantity, budget) - baseline
     return differences[np.isfinite(differences)]
 
   def difference(self, name: str, quantity: str, of: str = "steps") -> tuple[float, float | None]:
-    """The mean difference to the baseline, seed by seed; arguments as for :meth:`values`.
+    """The mean over seeds of a method's difference to the baseline; arguments as :meth:`values`.
 
-    Both have spent the method's :meth:`budget`, so no third method has an influence.
+    The difference is taken at the method's :meth:`budget`, which depends on no third method.
 
     Returns:
-      The mean of the paired differences over the seeds that neither method diverged on (nan
-      without any), and half of its 95 % interval by Student's t (None for a single seed). The
-      interval is of this comparison alone; :meth:`p_values` correct for several.
+      The mean over the seeds on which neither of the two diverged (nan if there is none), and half
+      of its 95 % interval by Student's t (None for a single seed). The interval is not corrected
+      for several comparisons; :meth:`p_values` are.
     """
     differences = self._differences(name, quantity, of)
     if len(differences) < 2:
@@ -138,55 +140,56 @@ class RaceResult:
   ) -> dict[str, dict[str, float]]:
     """The p-value of each method's difference to the baseline, corrected by Holm's method.
 
-    The p-values are of Student's t-test of the paired differences. With the correction, the
-    probability that any of the differences with a p-value of at most 0.05 comes from chance is at
-    most 0.05. Budgets at which a method has the same differences count as one comparison.
+    The p-values come from Student's t-test of the paired differences. After the correction, the
+    probability that chance causes any of the differences with a p-value of at most 0.05 is at most
+    0.05. Budgets at which a method has the same differences count as one comparison.
 
     Args:
       quantity: the quantity to compare.
-      budgets: the budgets at which it is compared.
+      budgets: the kinds of budgets at which to compare it.
 
     Returns:
-      By method and budget; nan with fewer than two seeds, and for identical curves.
+      The p-values by method and budget; nan with fewer than two seeds, and for identical curves.
     """
-    for of in budgets:
-      _checks.check_name("budgets", of, list(BUDGETS))
+    for budget in budgets:
+      _checks.check_name("budgets", budget, list(BUDGETS))
     tests = self._tests(quantity, budgets)
     return {
-      name: {of: tests.get(self._test(name, quantity, of), math.nan) for of in budgets}
+      name: {budget: tests.get(self._test(name, quantity, budget), math.nan) for budget in budgets}
       for name in self._compared
     }
 
-  def _test(self, name: str, quantity: str, of: str) -> tuple[str, bytes]:
-    """What a test is of: budgets at which a method has the same differences are one test."""
-    return name, self._differences(name, quantity, of).tobytes()
+  def _test(self, name: str, quantity: str, budget: str) -> tuple[str, bytes]:
+    """The key of a test. Budgets at which a method has the same differences share a key."""
+    return name, self._differences(name, quantity, budget).tobytes()
 
   def _tests(self, quantity: str, budgets: Sequence[str]) -> dict[tuple[str, bytes], float]:
-    """The corrected p-value of each test."""
+    """The corrected p-value of each test, by :meth:`_test`."""
     p_values = {}
     for name in self._compared:
-      for of in budgets:
-        differences = self._differences(name, quantity, of)
-        if len(differences) > 1 and not self._is_identical(name, quantity, of):
-          p_values[self._test(name, quantity, of)] = p_value(differences)
+      for budget in budgets:
+        differences = self._differences(name, quantity, budget)
+        if len(differences) > 1 and not self._is_identical(name, quantity, budget):
+          p_values[self._test(name, quantity, budget)] = p_value(differences)
     return dict(zip(p_values, holm(list(p_values.values())), strict=True))
 
-  def _is_identical(self, name: str, quantity: str, of: str) -> bool:
-    """Whether a method's curves are the baseline's, and reach the same point with the budget."""
-    ours, theirs = self.curves[name][quantity], self.curves[self.baseline][quantity]
-    # The same curve may still take another time.
-    same = np.array_equal(ours, theirs, equal_nan=True)
-    return same and not self._differences(name, quantity, of).any()
+  def _is_identical(self, name: str, quantity: str, budget: str) -> bool:
+    """Whether method and baseline have the same curves, and the same values at the budget."""
+    curves, baseline = self.curves[name][quantity], self.curves[self.baseline][quantity]
+    # Methods with the same curve may need different times.
+    same = np.array_equal(curves, baseline, equal_nan=True)
+    return same and not self._differences(name, quantity, budget).any()
 
   def conclusion(self) -> str:
-    """Sentences that say of each method whether it is better than the baseline, and by how much.
+    """Says for each method whether it is better than the baseline, and by how much.
 
-    Of the first of `quantities`, at each of the equal budgets. A method is better or worse if its
-    p-value is at most 0.05, corrected by :meth:`p_values` for all comparisons of the sentences;
-    else these seeds can't tell. Curves with the same bits in every seed are called identical.
+    The sentences compare the first of `quantities`, at each kind of budget. They call a method
+    better or worse if its p-value is at most 0.05, corrected as in :meth:`p_values` for all their
+    comparisons; else they say that these seeds can't tell. They call curves with the same bits in
+    every seed identical.
 
     Returns:
-      A line for each method; no line for the baseline.
+      A line for each method except the baseline.
     """
     tests = self._tests(self.quantities[0], list(BUDGETS))
     return "\n".join(self._conclude(name, self.quantities[0], tests) for name in self._compared)
@@ -196,27 +199,29 @@ class RaceResult:
     for method in (name, self.baseline):
       if self.diverged(method).all():
         return f"{subject}: no comparison, since `{method}` diverged on every seed."
-    # Budgets that end at the same points have the same result, which is told once.
+    # Budgets with the same outcome share one sentence.
     budgets: dict[str, list[str]] = {}
-    for of in BUDGETS:
-      outcome = self._outcome(name, quantity, of, tests)
-      budgets.setdefault(outcome, []).append(_SHORT_NAMES[of])
-    parts = [f"{outcome} at equal {' and '.join(of)}" for outcome, of in budgets.items() if outcome]
+    for budget in BUDGETS:
+      outcome = self._outcome(name, quantity, budget, tests)
+      budgets.setdefault(outcome, []).append(_SHORT_NAMES[budget])
+    parts = [
+      f"{outcome} at equal {' and '.join(names)}" for outcome, names in budgets.items() if outcome
+    ]
     return f"{subject}: {'; '.join(parts) or 'no comparison at an equal budget'}."
 
   def _outcome(
-    self, name: str, quantity: str, of: str, tests: Mapping[tuple[str, bytes], float]
+    self, name: str, quantity: str, budget: str, tests: Mapping[tuple[str, bytes], float]
   ) -> str:
-    """The comparison at one budget in words; empty if the values there are unknown."""
-    mean, half = self.difference(name, quantity, of)
-    seeds = len(self._differences(name, quantity, of))
+    """The comparison at one budget in words; empty if no seed has values there."""
+    mean, half = self.difference(name, quantity, budget)
+    seeds = len(self._differences(name, quantity, budget))
     if not seeds:
       return ""
-    if self._is_identical(name, quantity, of):
+    if self._is_identical(name, quantity, budget):
       return f"identical in {'the one seed' if seeds == 1 else f'all {seeds} seeds'}"
     if half is None:
       return f"one seed can't tell (difference {mean:+.3g})"
-    p = tests[self._test(name, quantity, of)]
+    p = tests[self._test(name, quantity, budget)]
     interval = f"95 % interval {mean - half:+.3g} to {mean + half:+.3g}"
     correction = ""
     if len(tests) > 1:
@@ -230,7 +235,7 @@ class RaceResult:
     """The curves as columns, for ``pandas.DataFrame(result.to_dict())`` or JSON.
 
     Returns:
-      Lists of one length, with an entry for each method, seed and point. Their names are
+      Lists of the same length, with an entry for each method, seed and point. Their names are
       ``method``, ``seed``, ``steps``, ``gradient_evaluations``, ``seconds`` and the quantities.
     """
     names = ("method", "seed", *BUDGETS, *self.quantities)
@@ -248,11 +253,11 @@ class RaceResult:
     """Markdown tables: one for each quantity, and one of the cost of a step.
 
     Returns:
-      The tables with a heading each. ± after a mean is the standard deviation over seeds; in
-      parentheses is the paired difference to the baseline ± half of its 95 % interval. If methods
-      have different budgets, each cell says at which one it is, and the baseline's at its own
-      total. With another method than the baseline, an explanation of the parentheses and
-      :meth:`conclusion` follow. A sentence names the methods in `averaged`.
+      The tables, each with a heading. A cell is the mean ± the standard deviation over seeds; in
+      parentheses follows the paired difference to the baseline ± half of its 95 % interval. If
+      methods have different budgets, each cell names its budget; the baseline's cell is at the
+      baseline's total. A sentence names the methods in `averaged`. If there are several methods, an
+      explanation of the parentheses and :meth:`conclusion` follow.
     """
     sections = [] if self.complete else [f"Interrupted: of the seeds only {self.seeds} are there."]
     for quantity in self.quantities:
@@ -260,12 +265,12 @@ class RaceResult:
       for name in self.curves:
         lost, seeds = self.diverged(name).sum(), len(self.seeds)
         notes.append(f"diverged: {lost} of {seeds}" if lost else str(seeds))
-      columns = [["method", *self.curves], *(self._column(quantity, of) for of in BUDGETS)]
+      columns = [["method", *self.curves], *(self._column(quantity, budget) for budget in BUDGETS)]
       lines = list(zip(*columns, ["seeds", *notes], strict=True))
       sections.append(f"{quantity.capitalize()}, with equal budgets:\n\n{_markdown(lines)}")
     costs = [["method", "gradients per step", "ms per step"]]
     for name in self.curves:
-      total = {of: self.spent[name][of][-1] for of in BUDGETS}
+      total = {budget: self.spent[name][budget][-1] for budget in BUDGETS}
       gradients = total["gradient_evaluations"] / total["steps"]
       milliseconds = 1e3 * total["seconds"] / total["steps"]
       costs.append([name, f"{gradients:.3g}", f"{milliseconds:.3g}"])
@@ -283,29 +288,29 @@ class RaceResult:
       ]
     return "\n\n".join(sections)
 
-  def _column(self, quantity: str, of: str) -> list[str]:
-    """A column with its header, which has the budget if all comparisons share it."""
+  def _column(self, quantity: str, budget: str) -> list[str]:
+    """A column of a table; its header names the budget if all comparisons share it."""
     compared = [name for name in self._compared if not self.diverged(name).all()]
-    ends = {name: self.budget(name, of) for name in self.curves}
+    ends = {name: self.budget(name, budget) for name in self.curves}
     shared = {f"{ends[name]:,.4g}" for name in compared or [self.baseline]}
     if len(shared) == 1:
       ends[self.baseline] = ends[(compared or [self.baseline])[0]]
-      cells = [self._cell(name, quantity, of, at) for name, at in ends.items()]
-      return [f"{shared.pop()} {BUDGETS[of]}", *cells]
+      cells = [self._cell(name, quantity, budget, at) for name, at in ends.items()]
+      return [f"{shared.pop()} {BUDGETS[budget]}", *cells]
     cells = []
     for name, at in ends.items():
-      cell = self._cell(name, quantity, of, at)
+      cell = self._cell(name, quantity, budget, at)
       cells.append(cell if cell == "-" else f"{cell} at {at:,.4g}")
-    return [BUDGETS[of], *cells]
+    return [BUDGETS[budget], *cells]
 
-  def _cell(self, name: str, quantity: str, of: str, at: float) -> str:
-    values = self._values_at(name, quantity, of, at)
+  def _cell(self, name: str, quantity: str, budget: str, at: float) -> str:
+    values = self._values_at(name, quantity, budget, at)
     values = values[np.isfinite(values)]
     if not values.size:
       return "-"
     spread = np.std(values, ddof=1) if values.size > 1 else None
     cell = _plus_minus(values.mean(), spread)
-    difference = self.difference(name, quantity, of)
+    difference = self.difference(name, quantity, budget)
     is_compared = name != self.baseline and not math.isnan(difference[0])
     return f"{cell} ({_plus_minus(*difference, sign='+')})" if is_compared else cell
 
@@ -314,12 +319,12 @@ class RaceResult:
     quantities: Sequence[str] | None = None,
     against: Sequence[str] = tuple(BUDGETS),
   ) -> "Figure":
-    """Draws the curves: the mean over seeds between one standard deviation to both sides.
+    """Draws the curves: the mean over seeds, in a band of one standard deviation to each side.
 
     Args:
-      quantities: a row of panels each; None: the first of `quantities`.
-      against: a column of panels each, of ``"steps"``, ``"gradient_evaluations"``, ``"seconds"``; a
-        single column is laid on its side.
+      quantities: the quantities to draw, each in a row of panels; None: the first of `quantities`.
+      against: the budgets on the horizontal axes, each in a column of panels: ``"steps"``,
+        ``"gradient_evaluations"``, ``"seconds"``. A single column is drawn as a row.
 
     Returns:
       A matplotlib figure, which ``result.plot().savefig("race.png")`` saves.
@@ -327,13 +332,13 @@ class RaceResult:
     quantities = self.quantities[:1] if quantities is None else quantities
     for quantity in quantities:
       _checks.check_name("quantities", quantity, self.quantities)
-    for of in against:
-      _checks.check_name("against", of, list(BUDGETS))
-    return _plot.draw(self, quantities, {of: BUDGETS[of] for of in against})
+    for budget in against:
+      _checks.check_name("against", budget, list(BUDGETS))
+    return _plot.draw(self, quantities, {budget: BUDGETS[budget] for budget in against})
 
 
 def p_value(differences: np.ndarray) -> float:
-  """The two-sided p-value of Student's t-test that at least two differences have the mean 0."""
+  """The two-sided p-value, by Student's t-test, of the hypothesis that differences have mean 0."""
   error = np.std(differences, ddof=1) / math.sqrt(len(differences))
   mean = abs(np.mean(differences))
   if not error:
@@ -342,7 +347,7 @@ def p_value(differences: np.ndarray) -> float:
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-  """The corrected p-values of the module's docstring, in the order of `p_values`."""
+  """Corrects p-values by Holm's method; keeps their order."""
   order = np.argsort(p_values, kind="stable")
   steps = np.arange(len(p_values), 0, -1) * np.asarray(p_values)[order]
   corrected = np.empty(len(p_values))
@@ -351,7 +356,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def _interpolate(x: np.ndarray, y: np.ndarray, at: float) -> float:
-  """The value at `at` of a curve over ascending `x`; nan outside of it. Drops infinities."""
+  """The value at `at` of a curve over ascending `x`; nan outside; ignores points not finite."""
   finite = np.isfinite(x) & np.isfinite(y)
   x, y = x[finite], y[finite]
   if not x.size or not x[0] * (1 - _ROUNDING) <= at <= x[-1] * (1 + _ROUNDING):
@@ -360,7 +365,7 @@ def _interpolate(x: np.ndarray, y: np.ndarray, at: float) -> float:
 
 
 def _word(quantity: str, difference: float) -> str:
-  """Better or worse if the quantity's name tells the direction; else higher or lower."""
+  """Returns better or worse if the quantity's name tells the direction, else higher or lower."""
   lower = any(part in quantity.lower() for part in _LOWER_IS_BETTER)
   if lower or any(part in quantity.lower() for part in _HIGHER_IS_BETTER):
     return "better" if (difference < 0) == lower else "worse"
@@ -372,7 +377,7 @@ def _plus_minus(mean: float, spread: float | None, sign: str = "") -> str:
 
 
 def _markdown(lines: Sequence[Sequence[str]]) -> str:
-  """A Markdown table whose columns line up as plain text; the first line is the header."""
+  """A Markdown table with aligned columns; the first line is the header."""
   lines = [[cell.replace("|", r"\|") for cell in line] for line in lines]
   widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
   aligned = [list(map(str.rjust, line, widths)) for line in lines]

@@ -1,4 +1,4 @@
-"""The training: counted once, then on the clock, then with the other seeds."""
+"""The trainings of a race, which count gradients, then time steps, then train the other seeds."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 import dataclasses
@@ -18,11 +18,11 @@ from optax_boost import _train_step
 from optax_boost._foundation import _checks, _progress, _types
 from optax_boost._race import _averages, _result
 
-# All methods are timed again until the clock has run this long, at most this many times.
+# All methods are timed again until timing has taken this many seconds, at most this many times.
 _TIMED_SECONDS, _MOST_TIMED = 2.0, 5
-# Batches that are made ahead, off the clock.
+# The number of batches that are made before the clock starts.
 _AHEAD = 8
-# A gradient takes about as long as three values of the loss.
+# The cost of a value of the loss in gradients: a gradient takes about as long as three values.
 _COST_OF_VALUE = 1 / 3
 # The name of the metric if `evaluate` returns a scalar.
 _UNNAMED = "evaluation"
@@ -30,12 +30,11 @@ _UNNAMED = "evaluation"
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-  """The training problem; the fields are arguments of `race`."""
+  """The training problem: arguments of `race`, and a function from a seed to endless batches."""
 
   loss_fn: _types.LossFn
-  init_fn: Callable[[jax.Array], _types.Tree]
-  # From the seed to endless batches.
-  batches: Callable[[int], Iterator[_types.Tree]]
+  init_fn: Callable[[jax.Array], Any]
+  batches: Callable[[int], Iterator[_types.Batch]]
   evaluate: _types.Closure | None
   steps: int
   points: int
@@ -52,7 +51,7 @@ class Problem:
 
   @property
   def blocks(self) -> list[int]:
-    """Steps from point to point of the curves."""
+    """The number of steps before each point of the curves."""
     every = -(-self.steps // self.points)
     return [every] * ((self.steps - 1) // every) + [(self.steps - 1) % every + 1]
 
@@ -64,8 +63,8 @@ class Problem:
       loss_fn, tx, has_model_state=self.has_model_state, full_grad_fn=self.full_grad_fn
     )
 
-  def start(self, seed: int) -> tuple[Any, Any]:
-    """The initial params and statistics, None without any."""
+  def start(self, seed: int) -> tuple[_types.Params, _types.ModelState | None]:
+    """The initial params and statistics; None if the loss takes no statistics."""
     initial = self.init_fn(jax.random.key(seed))
     if not self.has_model_state:
       return initial, None
@@ -77,12 +76,14 @@ class Problem:
     return initial
 
   def key(self, seed: int) -> jax.Array | None:
-    """The key of the training, other than the key of the initial params; None if unused."""
+    """The key of the training, which differs from the key of the initial params; None if unused."""
     takes_key = {"rng", "key"} & set(inspect.signature(self.loss_fn).parameters)
     return jax.random.fold_in(jax.random.key(seed), 1) if takes_key else None
 
-  def measure(self, params: _types.Tree, model_state: _types.Tree) -> dict[str, float]:
-    """The metrics of `evaluate` by name, each a real number."""
+  def measure(
+    self, params: _types.Params, model_state: _types.ModelState | None
+  ) -> dict[str, float]:
+    """Calls `evaluate`; returns its metrics by name as floats."""
     if self.evaluate is None:
       return {}
     output = self.evaluate(*((params, model_state) if self.has_model_state else (params,)))
@@ -98,13 +99,13 @@ class Problem:
 
 
 class _Counter:
-  """Counts the evaluations of a loss while a program runs, in gradients."""
+  """Counts evaluations of a loss while a program runs; the unit is a gradient."""
 
   def __init__(self) -> None:
     self._cost = 0.0
 
   def mark(self, loss_fn: _types.LossFn) -> _types.LossFn:
-    """The same loss; each value and each pullback of it is counted."""
+    """Wraps a loss so that each value and each backward pass of it is counted."""
 
     def identity(cost: float, x: Any) -> Any:
       jax.debug.callback(functools.partial(self._add, cost), x)
@@ -123,21 +124,27 @@ class _Counter:
     self._cost += cost
 
   def total(self) -> float:
-    """All evaluations so far; waits for programs that still run."""
+    """The evaluations so far; waits until running programs end."""
     jax.effects_barrier()
     return self._cost
 
 
 class _Training:
-  """A training under way, of one seed or of several at once."""
+  """A training of one seed, or of several seeds at once."""
 
-  def __init__(self, step: Callable[..., Any], state: Any, feed: Iterator[_types.Tree], key: Any):
+  def __init__(
+    self,
+    step: Callable[..., tuple[_train_step.TrainState, _types.Metrics]],
+    state: _train_step.TrainState,
+    feed: Iterator[_types.Batch],
+    key: jax.Array | None,
+  ):
     self._step, self._feed, self._key = step, feed, key
     self.state = state
     self.metrics: _types.Metrics = {}
 
   def advance(self, count: int) -> tuple[np.ndarray, float]:
-    """Makes steps; returns their losses ``(count, ...)`` and the time."""
+    """Makes `count` steps; returns their losses ``(count, ...)`` and the seconds that they took."""
     losses, seconds = [], 0.0
     for start in range(0, count, _AHEAD):
       batches = [jax.device_put(next(self._feed)) for _ in range(min(_AHEAD, count - start))]
@@ -159,21 +166,21 @@ class Method:
     self._step = problem.train_step(problem.loss_fn, tx)
     self._counting = problem.train_step(self._counter.mark(problem.loss_fn), tx)
     self._vmapped = jax.jit(jax.vmap(lambda *args: self._step(*args)), donate_argnums=0)
-    # The host chooses the program by the number of frozen groups: it can't be vmapped, and the
-    # first pass on the clock compiles programs.
+    # Whether the method freezes layers. Then the host chooses a program by the number of frozen
+    # groups, so the step can't be vmapped, and the first timed training compiles programs.
     self.freezes = False
     # Whether `evaluate` gets an average of the params.
     self.is_averaged = False
-    # By seed, the metrics at each point.
+    # The metrics at each point, by seed.
     self.points: dict[int, list[dict[str, float]]] = {}
     self._evaluations = np.full(len(problem.blocks), math.nan)
-    # By pass on the clock, the seconds of each block.
-    self.passes: list[np.ndarray] = []
+    # The seconds of each block, for each timed training.
+    self.block_seconds: list[np.ndarray] = []
 
   @property
   def spent(self) -> dict[str, np.ndarray]:
-    """The budgets spent at each point; of the passes, the fastest counts, block by block."""
-    seconds = np.min(self.passes or [self._evaluations * math.nan], axis=0)
+    """The budgets spent at each point; a block's time is that of its fastest timed training."""
+    seconds = np.min(self.block_seconds or [self._evaluations * math.nan], axis=0)
     return {
       "steps": np.cumsum(self._problem.blocks),
       "gradient_evaluations": self._evaluations,
@@ -181,12 +188,12 @@ class Method:
     }
 
   def curves(self, seeds: Sequence[int]) -> dict[str, np.ndarray]:
-    """The curves of each quantity, a row for each seed."""
+    """The curves of each quantity, with a row for each seed."""
     rows = [self.points[seed] for seed in seeds]
-    return {name: np.array([[at[name] for at in row] for row in rows]) for name in rows[0][0]}
+    return {name: np.array([[point[name] for point in row] for row in rows]) for name in rows[0][0]}
 
   def begin(self, seed: int, step: _train_step.TrainStep | None = None) -> _Training:
-    """A training of one seed from its start."""
+    """Starts a training of one seed."""
     step, problem = step or self._step, self._problem
     state = step.init(*problem.start(seed))
     return _Training(step, state, problem.batches(seed), problem.key(seed))
@@ -199,7 +206,7 @@ class Method:
     self._evaluations = np.array(self._record([seed], self.begin(seed, self._counting)))
 
   def train(self, seeds: Sequence[int], at_once: bool) -> None:
-    """Trains the other seeds, at once or one at a time."""
+    """Trains the seeds after the first, at once or one at a time."""
     if not at_once or self.freezes or len(seeds) < 2:
       for seed in seeds:
         self._record([seed], self.begin(seed))
@@ -211,7 +218,7 @@ class Method:
       self._record(seeds, _Training(self._vmapped, states, feed, keys))
 
   def _record(self, seeds: Sequence[int], training: _Training) -> list[float]:
-    """Trains and keeps the curves; returns the evaluations counted until each point."""
+    """Trains, and stores the curves; returns the number of evaluations until each point."""
     points: dict[int, list[dict[str, float]]] = {seed: [] for seed in seeds}
     totals = []
     for length in self._problem.blocks:
@@ -234,14 +241,14 @@ class Method:
 
   def _params_to_evaluate(
     self, state: _train_step.TrainState, seeds: int
-  ) -> tuple[_types.Tree, _types.Tree]:
-    """Params and statistics, or their averages in the optimizer; several seeds are stacked."""
+  ) -> tuple[_types.Params, _types.ModelState]:
+    """Returns params and statistics, or their averages in the optimizer, stacked over seeds."""
     average = _averages.find_average(state.opt_state, state.params)
     self.is_averaged = average is not None and self._problem.evaluate is not None
     if average is None or not self.is_averaged:
       return state.params, state.model_state
 
-    def read(state: _train_step.TrainState) -> tuple[_types.Tree, _types.Tree]:
+    def read(state: _train_step.TrainState) -> tuple[_types.Params, _types.ModelState]:
       statistics = _averages.averaged_statistics(state.opt_state, state.model_state)
       return average(state.opt_state, state.params), statistics
 
@@ -259,7 +266,7 @@ def train(
   vmap_seeds: bool,
   progress: bool,
 ) -> bool:
-  """Counts, then times, then trains the other seeds; returns whether it came to the end."""
+  """Counts evaluations, times steps, trains the other seeds; returns False if interrupted."""
   first, *later_seeds = seeds
   counts = [(name, method.count, (first,)) for name, method in methods.items()]
   clock = ("all in turns", _clock, (methods, blocks, first))
@@ -280,14 +287,14 @@ def train(
 
 
 def _clock(methods: Mapping[str, Method], blocks: Sequence[int], seed: int) -> None:
-  """Times all methods from block to block, in random order; again if that takes little time.
+  """Times each block of steps with all methods in random order; repeats if that takes little time.
 
-  So other work of the machine slows all of them, and the same steps are timed of each.
+  So other work of the machine slows all methods alike.
   """
   shuffled, spent = random.Random(0), 0.0
-  least = 2 if any(method.freezes for method in methods.values()) else 1
+  minimum = 2 if any(method.freezes for method in methods.values()) else 1
   for number in range(_MOST_TIMED):
-    if number >= least and spent > _TIMED_SECONDS:
+    if number >= minimum and spent > _TIMED_SECONDS:
       return
     trainings = {name: method.begin(seed) for name, method in methods.items()}
     times: dict[str, list[float]] = {name: [] for name in methods}
@@ -295,5 +302,5 @@ def _clock(methods: Mapping[str, Method], blocks: Sequence[int], seed: int) -> N
       for name in shuffled.sample(list(methods), len(methods)):
         times[name].append(trainings[name].advance(length)[1])
     for name, method in methods.items():
-      method.passes.append(np.array(times[name]))
+      method.block_seconds.append(np.array(times[name]))
       spent += sum(times[name])
