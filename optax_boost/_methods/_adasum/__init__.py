@@ -1,22 +1,22 @@
-r"""AdaSum: sums orthogonal gradients of replicas, averages their common part.
+r"""AdaSum: sums the orthogonal parts of the replicas' gradients and averages their common part.
 
 For two gradients a, b of one leaf:
 
   adasum(a, b) = a (1 - <a, b> / (2 |a|^2)) + b (1 - <a, b> / (2 |b|^2))
 
-and for N of them a binary tree, neighbours first: (0, 1), (2, 3), ..., then the results of these
-pairs. A node without a partner passes up a level, so N need not be a power of two.
+For N gradients a binary tree combines neighbours first: (0, 1), (2, 3), ..., then the results of
+these pairs. A node without a partner passes up a level, so N need not be a power of two.
 
   x  (D, M)   all leaves of a device as one vector, cut into D chunks of M entries, one per device
 
-The tree is walked on chunks, level by level: each device has its chunk of all N gradients, combines
-the pairs of nodes there, and sums up squares and products of the nodes that come out. An all-reduce
-of these sums, some numbers for each group of leaves, gives the next level's coefficients.
+Each device holds one chunk of all N gradients. On each level of the tree it combines the pairs of
+nodes in its chunk, and sums squares and products of the resulting nodes. An all-reduce of these
+sums, a few numbers for each group of leaves, gives the coefficients of the next level.
 
-Between devices: the largest entries are compared (all-reduce), chunks change owners (all-to-all),
-sums are added (an all-reduce per level), and the chunks of the result are gathered. That moves the
-bytes of an all-reduce, in 3 + log2(N) collectives for any number of leaves. Each entry is computed
-on one device only, so all replicas get the same bits.
+There are 3 + log2(N) collectives for any number of leaves, and they move the bytes of one
+all-reduce: an all-reduce of the largest entries, an all-to-all that brings chunks to their devices,
+an all-reduce of the sums per level, and an all-gather of the result. Each entry is computed on one
+device only, so all replicas get the same bits.
 
 Source: Maleki et al., "Scaling Distributed Training with Adaptive Summation", arXiv:2006.02924.
 

@@ -1,15 +1,15 @@
-"""The adaptive sum as a transformation, and of stacked gradients."""
+"""The adaptive sum: as a transformation of gradients on many devices, and on one device."""
 
 from collections.abc import Sequence
 import itertools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from optax_boost._form import _protocol, _transformation
-from optax_boost._foundation import _arrays, _mesh_axes, _paths, _patterns, _tree_checks
+from optax_boost._foundation import _arrays, _mesh_axes, _paths, _patterns, _tree_checks, _types
 from optax_boost._methods import _leaves
 from optax_boost._methods._adasum import _layers, _reduction
 from optax_boost._trace import _layer_axes
@@ -20,20 +20,22 @@ class AdasumState(NamedTuple):
   """State of :func:`adasum`.
 
   Attributes:
-    orthogonality: scalar float32, the last step's squared norm of the result over the summed
-      squared norms of the replicas' gradients, over all leaves: 1 if the replicas' gradients were
-      orthogonal and were summed, 1/N if they were identical and were averaged.
+    orthogonality: scalar float32, the last step's squared norm of the result over the sum of the
+      squared norms of the replicas' gradients, over all leaves. It is 1 if the gradients were
+      orthogonal, so that they were summed, and 1/N if they were identical.
     notfinite_count: scalar int32, the steps in which a leaf was not finite on some replica.
   """
 
-  orthogonality: jax.Array
-  notfinite_count: jax.Array
+  orthogonality: _types.FloatScalar
+  notfinite_count: _types.IntScalar
 
 
-def adasum_reduce(stacked: Any, *, groups: str | Sequence[str] | None = None) -> Any:
+def adasum_reduce(
+  stacked: _types.SameTree, *, groups: str | Sequence[str] | None = None
+) -> _types.SameTree:
   r"""The adaptive sum of N gradients that are stacked on one device.
 
-  The mathematics of :func:`adasum` without communication, for replicas simulated on one device.
+  Computes what :func:`adasum` computes, for replicas that one device simulates.
 
   Args:
     stacked: a tree whose leaves have the N gradients along their first axis.
@@ -67,11 +69,11 @@ def adasum_reduce(stacked: Any, *, groups: str | Sequence[str] | None = None) ->
 
 
 def adasum(
-  axis_name: str | tuple[str, ...],
+  axis_name: _types.AxisName,
   *,
-  local_axis_name: str | tuple[str, ...] | None = None,
+  local_axis_name: _types.AxisName | None = None,
   groups: str | Sequence[str] | None = None,
-  shard_axis_name: str | tuple[str, ...] | None = None,
+  shard_axis_name: _types.AxisName | None = None,
   layers: _layer_axes.LayerAxes | None = None,
 ) -> optax.GradientTransformationExtraArgs:
   r"""Replaces the mean over replicas by an adaptive sum.
@@ -80,50 +82,49 @@ def adasum(
     \mathrm{adasum}(a, b) = a \left(1 - \frac{\langle a, b \rangle}{2 |a|^2}\right) +
     b \left(1 - \frac{\langle a, b \rangle}{2 |b|^2}\right)
 
-  over a binary tree of the N replicas, neighbours first: if their gradients agree it averages, if
-  they are orthogonal it sums. So the step grows as gradients decorrelate, and a learning rate tuned
+  over a binary tree of the N replicas, neighbours first. Gradients that agree are averaged, and
+  orthogonal ones are summed. So the step grows as gradients decorrelate, and a learning rate tuned
   for one replica stays usable with many. All replicas get the same bits; N need not be a power of
   two.
 
-  It runs inside ``jax.shard_map`` (or ``vmap`` with an axis name) in place of ``jax.lax.pmean``.
+  Call it inside ``jax.shard_map`` (or ``vmap`` with an axis name) in place of ``jax.lax.pmean``.
   First in a chain it acts on gradients; last, after an inner optimizer, on updates, as in Horovod.
-  The inner state then differs from replica to replica and must be kept so, as in
-  ``examples/adasum_processes.py``, which runs it over several processes or machines.
+  Then the inner state differs from replica to replica, and each replica must keep its own, as in
+  ``examples/adasum_processes.py``, which runs over several processes or machines.
 
   Each dtype costs an all-to-all and an all-gather, about the bytes of an all-reduce, and each level
   of the tree an all-reduce of a few numbers per group; above some 64 replicas, use
   `local_axis_name`. Inner products are taken in float32, of gradients scaled by their group's
   largest entry, so gradients may have any magnitude from 1e-30 to 1e30, and differ as much.
 
-  A group that is not finite on one replica becomes NaN as a whole on all of them; other leaves are
-  untouched, and no state but `notfinite_count` remembers it.
+  A group that is not finite on one replica becomes NaN on all replicas. Other groups are computed
+  as usual, and of the state only `notfinite_count` changes.
 
   Args:
-    axis_name: the mesh axis, or axes, along which the replicas lie.
-    local_axis_name: further axes along which gradients are averaged first, as over the devices of
-      one node; the adaptive sum then runs over nodes. None: no such axis.
+    axis_name: the mesh axis or axes of the replicas.
+    local_axis_name: axes along which gradients are averaged first, such as the devices of a node;
+      the adaptive sum then runs over nodes. None: no such axis.
     groups: which leaves share their coefficients. None: each leaf is a group, as in Horovod.
-      Regular expressions, which match whole segments of the leaves' paths, make a group each (a
-      leaf that two match is an error; one that none matches stays on its own); ``".*"`` makes the
+      Regular expressions that match whole segments of the leaves' paths make a group each. A leaf
+      that two match is an error; one that none matches is a group by itself. ``".*"`` makes the
       whole model one vector.
-    shard_axis_name: axes along which the leaves are sharded (tensor parallelism): inner products
-      are summed over them. Replicated leaves count as often as they occur, which matters only in a
-      group with sharded ones. Not an axis along which devices hold different layers.
-    layers: what :func:`layer_axes` returns, for leaves that hold many layers: each layer has
-      coefficients of its own, unless `groups` names its leaf. None: the extra argument `layers` of
-      ``update``, which the train step passes; without it, too, such a leaf counts as one layer.
+    shard_axis_name: axes along which the leaves are sharded (tensor parallelism); inner products
+      are summed over them. In a group with sharded leaves, a replicated leaf counts once for each
+      device of these axes. Don't name an axis along which devices hold different layers.
+    layers: as in :func:`centralize`. Each layer of a leaf has its own coefficients, unless `groups`
+      names the leaf. Without `layers`, a leaf counts as one layer.
 
   Returns:
     An :class:`optax.GradientTransformationExtraArgs`. Updates have the gradients' dtype; inner
     products of float64 are taken in float64.
 
   Raises:
-    ValueError: an axis occurs twice; in ``update``: an axis is not bound, or the gradients were
-      summed already.
+    ValueError: an axis is named twice; in ``update``: an axis is not bound, or ``shard_map`` has
+      summed the gradients already.
 
   Examples:
-    On gradients. The params go in replicated; ``pcast`` makes them vary, or ``shard_map`` would
-    sum their gradients itself:
+    On gradients. The params are replicated; without ``pcast``, ``shard_map`` would sum their
+    gradients itself:
 
     >>> import functools, jax, jax.numpy as jnp, optax, optax_boost
     >>> from jax.sharding import PartitionSpec as P
@@ -151,9 +152,9 @@ def adasum(
     <https://arxiv.org/abs/2006.02924>`_, 2020.
 
   .. note::
-    If the two summands of a node cancel to a part c of their norms, rounding errors grow to some
-    1e-6 / c. Exact arithmetic would enlarge the rounding errors of float32 gradients as much. A
-    node counts as zero only if it is. No sure gain over the mean; see the method's card.
+    If the two summands of a node cancel to a part c of their norms, relative rounding errors grow
+    to some 1e-6 / c; exact arithmetic would enlarge the rounding errors of float32 gradients as
+    much. A gain over the mean is not sure; see the method's card.
   """
   names = {
     "axis_name": axis_name,
@@ -164,7 +165,7 @@ def adasum(
   if not axes:
     raise TypeError(f"`axis_name` must be the name of a mesh axis; got {axis_name!r}.")
   if len({*axes, *local_axes, *shard_axes}) < sum(map(len, every_axis)):
-    raise ValueError(f"`adasum` needs an axis of its own for each purpose; got {names}.")
+    raise ValueError(f"`adasum` needs different axes for its three arguments; got {names}.")
   patterns = _check_groups(groups)
   factory_layers = _leaves.check_layers(layers)
 
@@ -173,7 +174,11 @@ def adasum(
     return AdasumState(jnp.ones([], jnp.float32), jnp.zeros([], jnp.int32))
 
   def step(
-    updates: optax.Updates, state: AdasumState, params: Any, *, layers: Any = None
+    updates: optax.Updates,
+    state: AdasumState,
+    params: optax.Params | None,
+    *,
+    layers: _types.Unchecked = None,
   ) -> tuple[optax.Updates, AdasumState]:
     for argument, value in names.items():
       _mesh_axes.require_axis(argument, value, "adasum", optional=argument != "axis_name")
@@ -194,29 +199,27 @@ def adasum(
   return _transformation.transformation("adasum", AdasumState, init, step)
 
 
-def _axes(argument: str, names: Any) -> tuple[str, ...]:
+def _axes(argument: str, names: _types.AxisName | None) -> tuple[str, ...]:
   _mesh_axes.check_axis_name(argument, names)
   return () if names is None else (names,) if isinstance(names, str) else names
 
 
 def check_not_summed(leaves: Sequence[jax.Array], axes: tuple[str, ...]) -> None:
-  """Refuses gradients that ``shard_map`` has summed already, because params are replicated."""
+  """Raises ValueError if ``shard_map`` has summed the gradients, because params are replicated."""
   varying = frozenset[str]().union(*(_mesh_axes.varying_axes(jax.typeof(leaf)) for leaf in leaves))
   for name in axes:
     # Without `check_vma` nothing varies.
     varying_axes_here = _mesh_axes.varying_axes(jax.typeof(jax.lax.axis_index(name)))
     if name in varying_axes_here and name not in varying:
       raise ValueError(
-        f"`adasum` needs gradients that differ along the axis '{name}'; these are the same"
-        " everywhere. Inside `jax.shard_map`, gradients with respect to replicated params have"
-        " been summed already: take them with respect to"
-        f" `jax.lax.pcast(params, '{name}', to='varying')`, or `jax.lax.pvary(params, '{name}')`"
-        " where JAX is too old to have that. A step of `make_train_step` takes them itself: pass"
-        " `check_vma=False` to `jax.shard_map`."
+        f"`adasum` needs gradients that differ along the axis '{name}'; got gradients of replicated"
+        " params, which `jax.shard_map` has summed. Differentiate with respect to"
+        f" `jax.lax.pcast(params, '{name}', to='varying')`, or pass `check_vma=False` to"
+        " `jax.shard_map` if `make_train_step` takes the gradients."
       )
 
 
-def _check_groups(groups: Any) -> tuple[str, ...]:
+def _check_groups(groups: str | Sequence[str] | None) -> tuple[str, ...]:
   if groups is None:
     return ()
   patterns = (groups,) if isinstance(groups, str) else groups

@@ -1,18 +1,18 @@
-"""The layers of stacked leaves, one by one: each has dots and norms of its own."""
+"""Cuts leaves that hold several layers: each layer gets its own inner products and norms."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from optax_boost._foundation import _types
 from optax_boost._trace import _layer_axes
 
 
 def split_layers(
-  tree: Any, layers: _layer_axes.LayerAxes | None
-) -> tuple[list[str], list[jax.Array], Callable[[Sequence[jax.Array]], Any]]:
-  """The layers of a tree with their leaves' paths, and a function that makes them a tree again."""
+  tree: _types.Tree, layers: _layer_axes.LayerAxes | None
+) -> tuple[list[str], list[jax.Array], Callable[[Sequence[jax.Array]], _types.Tree]]:
+  """The path and the array of each layer, and a function that makes a tree from new arrays."""
   leaves = [
     leaf if leaf.num_layers else leaf._replace(axes=None)
     for leaf in _layer_axes.leaves_of(tree, layers)
@@ -30,7 +30,7 @@ def split_layers(
     front = jnp.stack(layers).reshape(*leaf.stacked_shape, *leaf.shape_of_layer)
     return jnp.moveaxis(front, range(len(leaf.stacked)), leaf.stacked)
 
-  def join(layers: Sequence[jax.Array]) -> Any:
+  def join(layers: Sequence[jax.Array]) -> _types.Tree:
     unused = iter(layers)
     merged = [merge(leaf, [next(unused) for _ in range(leaf.num_layers)]) for leaf in leaves]
     return jax.tree.unflatten(jax.tree.structure(tree), merged)

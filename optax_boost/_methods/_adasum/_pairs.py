@@ -1,9 +1,9 @@
-"""The adaptive sums of one level of the tree, from sums of squares that stay in range.
+"""The adaptive sums of one level of the tree, computed from squares that don't overflow.
 
 For K nodes x_1 ... x_K of a level, in each of G groups of leaves:
 
   e  (G, K)  no entry of a node exceeds 2^e
-  h  (G, K)  the scales 2^h of nodes, for which squares and their sums stay in range: 48 - e
+  h  (G, K)  nodes are scaled by 2^h, so that squares and their sums are in range: h = 48 - e
   squares (G, K), products (G, K / 2)
              of the scaled nodes: |2^h x|^2, and <2^h_a a, 2^h_b b> of each pair a, b
   n  (G, K)  no node's norm exceeds 2^n
@@ -12,17 +12,19 @@ The adaptive sum of a pair is (a - 2^r s_a a) + (b - 2^-r s_b b), where r = n_b 
 
   s_a = <2^-n_a a, 2^-n_b b> / (2 |2^-n_a a|^2)
 
-and s_b likewise, each 0 if its node is zero. 2^r may be out of range, so a is multiplied twice by
-about its square root; the product in between is no larger than the larger of a and b.
+and s_b likewise; s_a and s_b are 0 for nodes that are zero. 2^r may be out of range, so a is
+multiplied twice by about its square root; no product is larger than the larger of a and b.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-# Scaled entries are at most 2^48 and their squares 2^96: up to 2^31 of them have a finite sum in
-# float32. Squares are normal numbers down to entries of 2^-111 of their node's bound.
+from optax_boost._foundation import _types
+
+# Scaled entries are at most 2^48 and their squares 2^96, so up to 2^31 squares have a finite sum in
+# float32. Squares of entries that exceed 2^-111 of their node's bound are normal numbers.
 _LARGEST = 48
 # Powers of two from here to the inverse are normal numbers in float32.
 _LOWEST = -126
@@ -36,14 +38,14 @@ class Sums(NamedTuple):
 
 
 class Factors(NamedTuple):
-  """The factors of a level's pairs: ``(G, K // 2)`` for the first and for the second nodes."""
+  """The factors of a level's pairs, each ``(G, K // 2)``, for their first and second nodes."""
 
   ratios: tuple[jax.Array, jax.Array]  # r, -r
   shares: tuple[jax.Array, jax.Array]  # s_a, s_b
 
 
-def power(exponents: jax.Array, dtype: Any) -> jax.Array:
-  """Powers of two."""
+def power(exponents: jax.Array, dtype: _types.Dtype) -> jax.Array:
+  """Powers of two with integer exponents."""
   return jnp.ldexp(jnp.ones([], dtype), exponents)
 
 
@@ -59,7 +61,7 @@ def scales_of(bounds: jax.Array) -> jax.Array:
 
 
 def norms_of(squares: jax.Array, scales: jax.Array) -> jax.Array:
-  """The exponents n of nodes; the lowest one for nodes that are zero."""
+  """The exponents n of nodes, -126 for nodes that are zero."""
   exponents = (jnp.frexp(squares)[1] + 1) // 2 - scales
   return jnp.where(squares > 0, jnp.maximum(exponents, _LOWEST), _LOWEST)
 
@@ -85,7 +87,7 @@ def pair_up(sums: Sums, scales: jax.Array) -> tuple[Factors, jax.Array]:
 
 
 def combine(nodes: jax.Array, factors: Factors, group: jax.Array) -> jax.Array:
-  """The next level ``(K - K // 2, B)`` from B entries of a level's nodes, all of one group."""
+  """Combines B entries of K nodes, all of one group, to the next level ``(K - K // 2, B)``."""
   pairs = factors.shares[0].shape[1]
   first, second = nodes[0 : 2 * pairs : 2], nodes[1 : 2 * pairs : 2]
 
@@ -101,17 +103,17 @@ def combine(nodes: jax.Array, factors: Factors, group: jax.Array) -> jax.Array:
 
 def orthogonality(
   first: Sums, first_scales: jax.Array, last: Sums, last_scales: jax.Array
-) -> jax.Array:
-  """The result's squared norm over the gradients' summed ones, over all groups.
+) -> _types.FloatScalar:
+  """The squared norm of the result over the sum of the gradients' squared norms, in all groups.
 
-  `first` are the sums of the gradients, `last` the sums of the last level with several nodes.
+  `first` has the sums of the gradients, `last` those of the last level with several nodes.
   """
   unit = jnp.max(norms_of(first.squares, first_scales))
   before = jnp.sum(jnp.ldexp(first.squares, -2 * (first_scales + unit)))
   squares = jnp.ldexp(last.squares, -2 * (last_scales + unit))
   after = jnp.sum(squares, axis=1)
   if last.products.shape[1]:
-    # In units of the norms, so that the product of squares is in range.
+    # Divided by the bounds of the norms, so that the product of squares is in range.
     shifts = last_scales + norms_of(last.squares, last_scales)
     sizes = jnp.prod(jnp.ldexp(last.squares, -2 * shifts), axis=1)
     product = jnp.ldexp(last.products[:, 0], -jnp.sum(shifts, axis=1))

@@ -3,20 +3,20 @@
 from collections.abc import Callable, Sequence
 import functools
 import inspect
-from typing import Any
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from optax_boost._form import _finiteness
-from optax_boost._foundation import _arrays, _mesh_axes
+from optax_boost._foundation import _arrays, _mesh_axes, _types
 from optax_boost._methods._adasum import _chunks, _pairs
 
 
 @functools.partial(jax.jit, static_argnums=1)
 def reduce_stacked(leaves: list[jax.Array], groups: tuple[int, ...]) -> list[jax.Array]:
-  """:func:`adasum_reduce` on leaves and the numbers of their groups."""
+  """The adaptive sums of leaves that have the replicas along their first axis."""
   replicas = leaves[0].shape[0]
   layouts = _chunks.layouts(
     [jax.eval_shape(lambda x: x[0], leaf) for leaf in leaves], groups, chunks=1
@@ -41,7 +41,7 @@ def reduce_over_devices(
   local_axes: tuple[str, ...],
   shard_axes: tuple[str, ...],
 ) -> tuple[list[jax.Array], jax.Array, jax.Array]:
-  """The adaptive sums over all devices, the orthogonality, and whether a leaf was not finite."""
+  """The adaptive sums over replicas, the orthogonality, and whether a leaf was not finite."""
   replicas, nearby = jax.lax.axis_size(axes), jax.lax.axis_size(local_axes)
   every_axis = axes + local_axes + shard_axes
   layouts = _chunks.layouts(leaves, groups, chunks=replicas * nearby)
@@ -65,16 +65,16 @@ def reduce_over_devices(
 
 
 def _largest(leaf: jax.Array) -> jax.Array:
-  """The largest magnitude in a leaf, infinity if one is NaN.
+  """The largest magnitude in a leaf; infinity if the leaf has a NaN.
 
   A maximum over devices may lose a NaN, but keeps infinity.
   """
-  wide = _arrays.widen(jnp.max(jnp.abs(jax.lax.stop_gradient(leaf)), initial=0))
-  return jnp.where(jnp.isnan(wide), jnp.inf, wide)
+  largest = _arrays.widen(jnp.max(jnp.abs(jax.lax.stop_gradient(leaf)), initial=0))
+  return jnp.where(jnp.isnan(largest), jnp.inf, largest)
 
 
 def _largest_of_groups(largest: jax.Array, groups: Sequence[int]) -> jax.Array:
-  """The largest magnitudes of groups on each replica ``(G, N)``, from the leaves' ``(N, L)``."""
+  """From the largest magnitudes of L leaves ``(N, L)`` those of their groups ``(G, N)``."""
   members = np.arange(max(groups) + 1)[:, None, None] == np.array(groups)
   return jnp.max(jnp.where(members, largest, 0), axis=2)
 
@@ -82,7 +82,7 @@ def _largest_of_groups(largest: jax.Array, groups: Sequence[int]) -> jax.Array:
 def _only_finite(
   leaves: list[jax.Array], groups: Sequence[int], finite: jax.Array
 ) -> list[jax.Array]:
-  """Replaces the leaves of a group by NaN if the group is not finite on some replica."""
+  """Replaces the leaves of each group that is not finite on all replicas by NaN."""
   pairs = zip(leaves, groups, strict=True)
   return [jnp.where(finite[group], leaf, jnp.nan) for leaf, group in pairs]
 
@@ -92,14 +92,14 @@ def _walk(
   largest: jax.Array,
   total: Callable[[_pairs.Sums], _pairs.Sums],
 ) -> tuple[list[jax.Array], jax.Array, jax.Array]:
-  """Walks the tree on chunks of the gradients, level by level; `total` adds up all devices' sums.
+  """Combines chunks of the gradients, level by level; `total` adds the sums of all devices.
 
-  Returns the chunks of the result, the orthogonality, and which groups are finite.
+  Returns the chunks of the result, the orthogonality, and for each group whether it is finite.
   """
   levels = []
   nodes = [chunk.rows for chunk in chunks]
   factors, bounds = None, _pairs.bounds_of(largest)
-  # The largest magnitude decides for all entries of a group.
+  # A group is finite if its largest magnitude is.
   finite = jnp.all(_finiteness.finite_entries(largest), axis=1)
   while factors is None or bounds.shape[1] > 1:
     scales = _pairs.scales_of(bounds)
@@ -114,28 +114,32 @@ def _walk(
   return result, _pairs.orthogonality(*levels[0], *levels[-1]), finite
 
 
+# Results of a pass, and the sums over their nodes.
+_Carry: TypeAlias = tuple[list[jax.Array], _pairs.Sums]
+
+
 def _pass(
   chunk: _chunks.Chunk,
   nodes: list[jax.Array],
   factors: _pairs.Factors | None,
   scales: jax.Array | None,
-) -> tuple[list[jax.Array], _pairs.Sums]:
+) -> _Carry:
   """One pass over a chunk of a level's nodes.
 
-  If `factors` are given, combines pairs of nodes. If `scales` are given, sums the squares and
-  products of the resulting nodes.
+  With `factors` it combines pairs of nodes. With `scales` it then sums squares and products of the
+  nodes.
   """
-  wide = _arrays.accumulator_dtype(chunk.layout.dtype)
-  # The results take the place of the first nodes of pairs, and of a node without a partner.
-  kept = [] if factors is None else [node.astype(wide) for node in nodes[::2]]
-  size = (0 if scales is None else scales.shape[0], len(kept) or len(nodes))
+  dtype = _arrays.accumulator_dtype(chunk.layout.dtype)
+  # Results overwrite the first node of each pair, and a node without a partner.
+  results = [] if factors is None else [node.astype(dtype) for node in nodes[::2]]
+  size = (0 if scales is None else scales.shape[0], len(results) or len(nodes))
 
-  def turn(number: jax.Array, carry: tuple[list[jax.Array], _pairs.Sums]) -> Any:
+  def turn(number: _types.IntScalar, carry: _Carry) -> _Carry:
     results, sums = carry
     level = nodes
     if factors is not None:
       level = [results[i // 2] if i % 2 == 0 else node for i, node in enumerate(nodes)]
-    x, start, counts, group = _chunks.cut_block(chunk, level, wide, number)
+    x, start, counts, group = _chunks.cut_block(chunk, level, dtype, number)
     if factors is not None:
       old = x[::2]
       x = _pairs.combine(x, factors, group)
@@ -145,8 +149,8 @@ def _pass(
         for result, row in zip(results, new, strict=True)
       ]
     if scales is not None:
-      # Selected, not multiplied: entries of another leaf may be NaN.
-      x = jnp.where(counts, x * _pairs.power(scales[group], wide)[:, None], 0)
+      # Selected, not multiplied by 0: entries of another leaf may be NaN.
+      x = jnp.where(counts, x * _pairs.power(scales[group], dtype)[:, None], 0)
       even = len(x) // 2 * 2
       sums = _pairs.Sums(
         sums.squares.at[group].add(jnp.sum(x * x, axis=1)),
@@ -155,28 +159,28 @@ def _pass(
     return results, sums
 
   # Under `shard_map` the zeros must vary over the gradients' mesh axes, as the loop's results do.
-  zero = jnp.where(False, chunk.rows[0][0].astype(wide), 0)
+  zero = jnp.where(False, chunk.rows[0][0].astype(dtype), 0)
   zeros = _pairs.Sums(jnp.broadcast_to(zero, size), jnp.broadcast_to(zero, (size[0], size[1] // 2)))
-  results, sums = jax.lax.fori_loop(0, len(chunk.blocks), turn, (kept, zeros))
+  results, sums = jax.lax.fori_loop(0, len(chunk.blocks), turn, (results, zeros))
   return (nodes if factors is None else results), sums
 
 
 def _mean_nearby(x: jax.Array, axes: tuple[str, ...], size: int) -> jax.Array:
-  """Scatters ``x`` along its first axis over `axes` and averages it there."""
-  # Divided first, or large gradients overflow; in float16 small ones would underflow by that.
-  wide = jnp.finfo(x.dtype).maxexp >= jnp.finfo(jnp.float32).maxexp
-  summed = jax.lax.psum_scatter(x / size if wide else x, axes, scatter_dimension=0)
-  return summed if wide else summed / size
+  """The mean of ``x`` over the devices of `axes`; each device gets a slice of the first axis."""
+  # Dividing first keeps large gradients from overflowing. In float16 small ones would underflow.
+  divides_first = jnp.finfo(x.dtype).maxexp >= jnp.finfo(jnp.float32).maxexp
+  summed = jax.lax.psum_scatter(x / size if divides_first else x, axes, scatter_dimension=0)
+  return summed if divides_first else summed / size
 
 
 def _gather(chunk: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-  """All chunks, concatenated, on all devices."""
+  """Concatenates the chunks of all devices, on each device."""
   if not _mesh_axes.varying_axes(jax.typeof(chunk)):
     return jax.lax.all_gather(chunk, axes, tiled=True)
-  # `shard_map` tracks which arrays vary: it must be told that the result does not.
+  # `shard_map` tracks which arrays differ between devices; the result is the same on all.
   if "to" in inspect.signature(jax.lax.all_gather).parameters:
     return jax.lax.all_gather(chunk, axes, tiled=True, to="invarying")
-  # XLA 27: before JAX 0.10 only a sum can declare that. It moves twice the bytes.
+  # XLA 27: before JAX 0.10 only a sum can tell it that. The sum moves twice the bytes.
   devices, owner = jax.lax.axis_size(axes), jax.lax.axis_index(axes)
   alone = jnp.where(jnp.arange(devices)[:, None] == owner, chunk, 0)
   return jax.lax.psum(alone.ravel(), axes)
