@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import optax_boost
-from optax_boost._methods._dim_reduce import _linalg, _pca
+from optax_boost._methods._dim_reduce import _groups, _pca
 from tests import closeness
 from tests.dim_reduce.test_dim_reduce import exchanged
 
@@ -103,7 +103,7 @@ def test_randomized_components_agree_with_mindspore_for_its_random_numbers(x64):
     data, expected = golden["wide_data"], golden["wide_components_randomized"]
     omega = golden["wide_omega"]
   centred = jnp.asarray(data - data.mean(axis=0))
-  one = _linalg.SubspaceGroups((_linalg.LeafGroups((), (0,)),), 1)
+  one = _groups.SubspaceGroups((_groups.LeafGroups((), (0,)),), 1)
   found = _pca.principal_components([centred], len(expected), jnp.asarray(omega), one).rows
   found = np.asarray(found)
   np.testing.assert_allclose(aligned(found, expected), expected, atol=1e-10)

@@ -2,16 +2,17 @@
 
 Modules:
 
-  _trajectory    records snapshots of the params while training
-  _fit           fits a subspace to snapshots
-  _pca           principal components of snapshots that are read in blocks
-  _subspace      the subspace, and its file
-  _dim_reduce    the arguments, the step and its line search
-  _state         the state, and how its subspace is replaced
-  _quasi_newton  BFGS, and the lengths that a line search tries
-  _groups        which leaves and layers share a subspace
-  _linalg        products and combinations of trees
-  _boxes         params without the boxes of NNX and Linen
+  _trajectory       records snapshots of the params while training
+  _snapshot_blocks  reads snapshots, also of other forms, in blocks
+  _fit              fits a subspace to snapshots
+  _pca              principal components of snapshots in blocks
+  _subspace         the subspace, and its file
+  _dim_reduce       the arguments, the step and its line search
+  _state            the state, and how its subspace is replaced
+  _quasi_newton     BFGS, and the lengths that a line search tries
+  _groups           which leaves and layers share a subspace
+  _linalg           products and combinations of trees
+  _boxes            params without the boxes of NNX and Linen
 """
 
 from optax_boost._methods._dim_reduce._dim_reduce import dim_reduce as dim_reduce

@@ -1,21 +1,19 @@
-"""Values in the place of the variables of NNX, and of the metadata of Linen, that hold them."""
-
-from typing import Any
+"""Replaces boxes, which are NNX's variables and Linen's metadata, by the values that they hold."""
 
 import jax
 
-from optax_boost._foundation import _paths
+from optax_boost._foundation import _paths, _types
 
 
-def unboxed(tree: Any) -> Any:
-  """A tree with the values of its boxes in their place.
+def unboxed(tree: _types.Tree) -> _types.Tree:
+  """Replaces each box in a tree by its value.
 
-  For a state's arrays of other shapes than the params: Flax shards an array as its box says, and
-  the box of a param means the param's shape.
+  The box of a param tells Flax how to shard the param. A state's array of another shape can't be
+  sharded so, and must not be in that box.
   """
 
-  def value(node: Any) -> Any:
-    # A mask, of which there are no leaves, may be in a box, too.
+  def value(node: _types.Tree) -> _types.Tree:
+    # A box may hold a mask, which has no leaves.
     return (
       jax.tree.leaves(node, is_leaf=lambda x: x is not node)[0] if _paths.is_box(node) else node
     )

@@ -383,7 +383,7 @@ class _DimReduce:
     }
 
 
-def _project(state: DimReduceState, tree: Any, groups: _linalg.SubspaceGroups) -> jax.Array:
+def _project(state: DimReduceState, tree: Any, groups: _groups.SubspaceGroups) -> jax.Array:
   """P g, [G, k], for a tree like the params."""
   if not jax.tree.leaves(tree):
     return jnp.zeros_like(state.projected_gradient)

@@ -1,35 +1,14 @@
-"""Subspaces in which the weights moved: principal components of snapshots of the params.
+"""Fits a subspace to snapshots of the params, by principal components."""
 
-Snapshots come as an optimizer state, as a stacked tree, as a list of trees, or as an iterable that
-loads them one by one, for example from checkpoints. All are read in one form: *blocks*, each a
-stacked tree of some snapshots and a flag for each of its rows, whether it is in use. `_pca` goes
-over the blocks several times, so an iterable is read as often, and only some blocks of it are in
-memory. The rows of a ring that is not full yet are not in use.
-
-  >>> trees = [{"w": np.array(w)} for w in ([0.0, 0.0], [3.0, 4.0], [6.0, 8.0])]
-  >>> [((rows, used),), first] = _read(trees, size=2)
-  >>> rows["w"].tolist(), used.tolist()
-  ([[0.0, 0.0], [3.0, 4.0], [6.0, 8.0]], [True, True, True])
-
-  >>> class Loader:  # iterable over and over again: read in blocks of two
-  ...   def __iter__(self):
-  ...     return iter(trees)
-  >>> blocks, first = _read(Loader(), size=2)
-  >>> [rows["w"].shape for rows, used in blocks]
-  [(2, 2), (1, 2)]
-"""
-
-from collections.abc import Iterable, Iterator, Sequence
-import dataclasses
-import itertools
+from collections.abc import Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_boost._foundation import _arrays, _checks, _masks, _tree_checks, _trees
-from optax_boost._methods._dim_reduce import _groups, _pca, _subspace, _trajectory
+from optax_boost._foundation import _arrays, _checks
+from optax_boost._methods._dim_reduce import _groups, _pca, _snapshot_blocks, _subspace
 
 _OVERSAMPLE = 10
 
@@ -96,9 +75,9 @@ def fit_subspace(
   _checks.check_floating_dtype("dtype", dtype)
   _groups.check_groups(groups)
   key = None if key is None else _checks.as_key("key", key)
-  blocks, snapshot = _read(snapshots, components + _pca.GUARD)
+  blocks, snapshot = _snapshot_blocks.read(snapshots, components + _pca.GUARD)
   leaf_groups = _groups.find_groups(snapshot, groups, "fit_subspace")
-  if isinstance(blocks, _Blocks):
+  if isinstance(blocks, _snapshot_blocks.StreamedBlocks):
     fitted = _fit(blocks, key, components, jnp.dtype(dtype), leaf_groups)
   else:
     ((_, used),) = blocks
@@ -120,7 +99,7 @@ def _fit(
   if key is not None:
     shape = (m, min(m, components + _OVERSAMPLE))
     sketch = jax.random.normal(key, shape, _arrays.widest_dtype(centred.mean))
-  reader = centred if isinstance(blocks, _Blocks) else list(centred)
+  reader = centred if isinstance(blocks, _snapshot_blocks.StreamedBlocks) else list(centred)
   pca = _pca.principal_components(reader, components, sketch, groups)
   with_leaves = sorted({number for leaf in groups.leaves for number in leaf.numbers})
   rank = jnp.min(jnp.sum(pca.variances > 0, axis=1)[np.array(with_leaves)])
@@ -166,100 +145,3 @@ def _check_fit(bad: np.ndarray, rank: int, total: jax.Array, components: int) ->
       f"{components} components need snapshots that differ in {components} directions; these differ"
       f" in {rank}, the rest is rounding. {fewer} snapshots further apart."
     )
-
-
-def _read(snapshots: Any, size: int) -> tuple[Any, Any]:
-  """Blocks of snapshots, stacked trees with flags of the rows in use; and a single snapshot."""
-  if isinstance(snapshots, Iterator):
-    snapshots = list(snapshots)
-  if _trees.find_states(snapshots, _trajectory.TrajectoryState):
-    state = _trajectory.one_trajectory(snapshots, "fit_subspace")
-    rows = _checked(state.snapshots)
-    used = jnp.arange(len(jax.tree.leaves(rows)[0])) < state.snapshot_count
-    return [(rows, used)], _first(rows)
-  if any(map(_is_state, jax.tree.leaves(snapshots, is_leaf=_is_state))):
-    raise ValueError(
-      "`snapshots` must be trees of params, or an optimizer state that has recorded some; got"
-      f" {_checks.shorten(jax.tree.structure(snapshots), 200)}. Add"
-      " `optax_boost.record_trajectory` to its chain before training."
-    )
-  # The fields of a named tuple are one tree.
-  is_sequence = isinstance(snapshots, list | tuple) and not hasattr(snapshots, "_fields")
-  if is_sequence or _is_streamed(snapshots):
-    first = next(iter(snapshots), None)
-    if first is None:
-      raise ValueError("`fit_subspace` needs snapshots; got an empty sequence.")
-    if is_sequence:
-      return [_stack(snapshots, first)], first
-    return _Blocks(snapshots, first, size), first
-  shapes = [jnp.shape(x) for x in jax.tree.leaves(_checked(snapshots))]
-  if len({shape[:1] for shape in shapes}) > 1 or not shapes[0]:
-    raise ValueError(
-      "`fit_subspace` needs a stacked tree whose leaves all have the snapshots along their first"
-      f" axis; got shapes {shapes}. Pass a list of trees, or an optimizer state that holds a"
-      " TrajectoryState."
-    )
-  return [(jax.tree.map(jnp.asarray, snapshots), np.ones(shapes[0][0], bool))], _first(snapshots)
-
-
-def _is_state(node: Any) -> bool:
-  """Whether a node is a state of optax or of this package; a ``MaskedNode`` hides leaves only."""
-  package = type(node).__module__.partition(".")[0]
-  state = isinstance(node, tuple) and package in ("optax", "optax_boost")
-  return state and not _masks.is_masked(node)
-
-
-def _is_streamed(snapshots: Any) -> bool:
-  """Whether this is an iterable that is not a pytree."""
-  if _checks.is_any_array(snapshots) or isinstance(snapshots, str | bytes):
-    return False
-  iterable = hasattr(snapshots, "__iter__") or hasattr(snapshots, "__getitem__")
-  return iterable and jax.tree_util.all_leaves([snapshots])
-
-
-def _first(rows: Any) -> Any:
-  return jax.eval_shape(lambda: jax.tree.map(lambda x: x[0], rows))
-
-
-@dataclasses.dataclass(frozen=True)
-class _Blocks:
-  """Reads blocks of snapshots each time that it is iterated over."""
-
-  snapshots: Iterable[Any]
-  first: Any
-  size: int
-
-  def __iter__(self) -> Iterator[Any]:
-    # Not a generator, whose variables would keep the last block in memory.
-    trees = iter(self.snapshots)
-    blocks = iter(lambda: list(itertools.islice(trees, self.size)), [])
-    return map(_stack, blocks, itertools.repeat(self.first), itertools.count(0, self.size))
-
-
-def _stack(trees: Sequence[Any], first: Any, start: int = 0) -> tuple[Any, np.ndarray]:
-  """A block of snapshots that are like the first one; `start` is the number of their first."""
-  for index, tree in enumerate(trees, start):
-    if not _tree_checks.same_shapes(_checked(tree), first):
-      got = _checks.shorten(jax.tree.map(jnp.shape, tree), 200)
-      shapes = _checks.shorten(jax.tree.map(jnp.shape, first), 200)
-      raise ValueError(
-        f"Snapshots must have one tree structure and the same shapes; number {index} has {got}, the"
-        f" first one {shapes}. A list or tuple is taken for snapshots: cut a stacked tree that is"
-        " one into one tree per snapshot."
-      )
-
-  def stack(*leaves: Any) -> jax.Array:
-    # NumPy arrays are joined on the host, and moved once.
-    on_host = all(isinstance(x, np.ndarray) for x in leaves)
-    return jnp.asarray(np.stack(leaves)) if on_host else jnp.stack(leaves)
-
-  return jax.tree.map(stack, *trees), np.ones(len(trees), bool)
-
-
-def _checked(tree: Any) -> Any:
-  """A tree with at least one leaf, all of real floating-point numbers."""
-  if not jax.tree.leaves(tree):
-    raise ValueError("`fit_subspace` needs snapshots with at least one leaf; got an empty tree.")
-  advice = "Leave it out of the snapshots, and put `optax.masked` around `dim_reduce`."
-  _tree_checks.check_floating(tree, "fit_subspace", advice)
-  return tree

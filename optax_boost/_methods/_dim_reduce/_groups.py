@@ -1,20 +1,36 @@
 """The argument `groups`: which leaves and layers share a subspace."""
 
-from typing import Any, TypeAlias
+import dataclasses
+from typing import TypeAlias
 
 import jax
 import numpy as np
 
-from optax_boost._foundation import _warnings
-from optax_boost._methods._dim_reduce._linalg import LeafGroups, SubspaceGroups
+from optax_boost._foundation import _types, _warnings
 from optax_boost._trace import _layer_axes, _layer_groups
 
 # A plan of `layer_groups`, the result of `layer_axes`, regular expressions, or None for one group.
 Plan: TypeAlias = _layer_groups.Groups | _layer_axes.LayerAxes | None
 
 
+@dataclasses.dataclass(frozen=True)
+class LeafGroups:
+  """The group of each layer of a leaf; a leaf without axes of layers is one layer."""
+
+  axes: tuple[int, ...]  # the axes of layers
+  numbers: tuple[int, ...]  # the group of each layer, in the order of the axes
+
+
+@dataclasses.dataclass(frozen=True)
+class SubspaceGroups:
+  """The groups of a tree's leaves, and how many groups there are."""
+
+  leaves: tuple[LeafGroups, ...]
+  number: int
+
+
 def check_groups(plan: Plan) -> None:
-  """Checks the argument `groups`; warns if it describes layers, but no leaf holds many."""
+  """Checks the argument `groups`; warns if it is the result of `layer_axes` without layers."""
   if not isinstance(plan, _layer_axes.LayerAxes):
     if plan is not None:
       _layer_groups.count_groups(plan)
@@ -26,11 +42,11 @@ def check_groups(plan: Plan) -> None:
     _warnings.warn(message.rstrip(), _warnings.NoEffectWarning)
 
 
-def find_groups(tree: Any, plan: Plan, method: str) -> SubspaceGroups:
-  """The groups of each leaf's layers.
+def find_groups(tree: _types.Tree, plan: Plan, method: str) -> SubspaceGroups:
+  """The group of each layer of each leaf.
 
-  By a description of layers, layer i of all leaves is group i, and leaves without layers are the
-  last group.
+  If `plan` is the result of `layer_axes`, layer i of all leaves is in group i, and leaves without
+  layers are in the last group.
   """
   if isinstance(plan, _layer_axes.LayerAxes):
     leaves = _layer_axes.leaves_of(tree, plan)

@@ -7,7 +7,6 @@ leaf stays on its devices, and only the small matrices cross them.
 """
 
 from collections.abc import Sequence
-import dataclasses
 import functools
 from typing import Any
 
@@ -16,26 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_boost._foundation import _arrays, _placement, _trees
+from optax_boost._methods._dim_reduce._groups import LeafGroups, SubspaceGroups
 
 # Full float32 on accelerators, whose default is fewer bits.
 PRECISION = jax.lax.Precision.HIGHEST
 matmul = functools.partial(jnp.matmul, precision=PRECISION)
-
-
-@dataclasses.dataclass(frozen=True)
-class LeafGroups:
-  """The groups of a leaf's layers; a leaf without axes of layers is one layer."""
-
-  axes: tuple[int, ...]  # of the layers
-  numbers: tuple[int, ...]  # by layer, in the order of the axes
-
-
-@dataclasses.dataclass(frozen=True)
-class SubspaceGroups:
-  """The groups of a tree's leaves, and how many there are."""
-
-  leaves: tuple[LeafGroups, ...]
-  number: int
 
 
 def products(a: Any, b: Any, groups: SubspaceGroups) -> jax.Array:

@@ -45,7 +45,8 @@ import jax.numpy as jnp
 from optax_boost._form import _finiteness
 from optax_boost._foundation import _arrays
 from optax_boost._methods._dim_reduce import _linalg
-from optax_boost._methods._dim_reduce._linalg import SubspaceGroups, matmul
+from optax_boost._methods._dim_reduce._groups import SubspaceGroups
+from optax_boost._methods._dim_reduce._linalg import matmul
 
 # More directions than wanted, of which the last are inaccurate.
 GUARD = 8

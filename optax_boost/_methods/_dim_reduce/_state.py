@@ -99,7 +99,7 @@ def basis_like(subspace: _subspace.Subspace, params: Any) -> Any:
   return _boxes.unboxed(jax.tree.unflatten(jax.tree.structure(params), basis))
 
 
-def warn_of_long_rows(basis: Any, groups: _linalg.SubspaceGroups) -> None:
+def warn_of_long_rows(basis: Any, groups: _groups.SubspaceGroups) -> None:
   """Warns of concrete rows longer than 1 within a group, as after a fit with other groups."""
   leaves = jax.tree.leaves(basis)
   if any(isinstance(x, jax.core.Tracer) for x in leaves) or not any(x.size for x in leaves):
@@ -179,7 +179,7 @@ def refresh_subspace(
 
 
 @functools.partial(jax.jit, static_argnums=2)
-def _renew(state: DimReduceState, basis: Any, groups: _linalg.SubspaceGroups) -> DimReduceState:
+def _renew(state: DimReduceState, basis: Any, groups: _groups.SubspaceGroups) -> DimReduceState:
   """The state with another basis, if it is finite: M <- M - P' q and q <- 0, for the old P."""
   good = _finiteness.all_finite(basis)
   taken = jnp.where(good, state.projected_momentum, 0)
