@@ -133,7 +133,7 @@ def test_rows_that_are_longer_than_1_within_a_group_get_a_warning():
   subspace = subspace_of(np.float32(joined), PARAMS)
   state = optax_boost.dim_reduce(subspace, groups=groups).init(PARAMS)
   with pytest.warns(
-    UserWarning, match=r"rows of length 1\.41, .* needs the same ones here"
+    UserWarning, match=r"rows of length 1\.41, .* Pass the `groups` of `fit_subspace`"
   ) as caught:
     alone = optax_boost.dim_reduce(subspace).init(PARAMS)
   assert caught[0].filename == __file__
@@ -605,7 +605,7 @@ def test_trials_do_not_change_the_state_of_the_inner_optimizer():
 
 def test_refuses_an_inner_optimizer_that_scales_the_loss():
   inner = optax_boost.dynamic_loss_scale(optax.sgd(0.1))
-  with pytest.raises(ValueError, match=r"`inner` must not scale the loss, .* around `dim_reduce`"):
+  with pytest.raises(ValueError, match=r"`inner` must not scale the loss; .* around `dim_reduce`"):
     optax_boost.dim_reduce(SUBSPACE, inner=inner).init(PARAMS)
 
 

@@ -362,7 +362,7 @@ def test_a_trajectory_with_too_few_snapshots_is_refused():
   _, state = tx.update(jnp.ones(3), state, jnp.ones(3))
   with pytest.raises(ValueError, match=r"2 components need at least 3 snapshots, .* got 1"):
     optax_boost.fit_subspace(state, 2)
-  with pytest.raises(ValueError, match=r"got 1. Record more of them; two are the least\.$"):
+  with pytest.raises(ValueError, match=r"got 1. Record more snapshots or fit fewer components\.$"):
     optax_boost.fit_subspace(state, 2)
   with pytest.raises(ValueError, match=r"9 components need at least 10 snapshots, .* got 9"):
     jax.jit(lambda state: optax_boost.fit_subspace(state, 9))(state)
@@ -379,15 +379,15 @@ def test_more_components_than_entries_are_refused(fit):
 def test_snapshots_that_are_not_finite_are_refused(fit, bad, shown):
   rows = walk()
   rows["bias"][bad, 1] = np.nan
-  with pytest.raises(ValueError, match=rf"those with index {shown} are not. Leave them out"):
+  with pytest.raises(ValueError, match=rf"at the indices \[{shown}\]. Leave them out"):
     fit(rows, 3)
 
 
 @both
 def test_snapshots_that_differ_in_too_few_directions_are_refused(fit):
-  with pytest.raises(ValueError, match=r"3 components .* differ in 2, .* Ask for at most 2"):
+  with pytest.raises(ValueError, match=r"3 components .* differ in 2 by more .* fit fewer"):
     fit(repeated(0, 4, 9), 3)
-  with pytest.raises(ValueError, match=r"differ in 0, .* rounding. Take snapshots further apart"):
+  with pytest.raises(ValueError, match=r"differ in 0 by more .* Take snapshots further apart"):
     fit(repeated(0), 3)
 
 
@@ -406,7 +406,7 @@ def test_snapshots_of_different_trees_are_refused():
   [
     ({"a": jnp.ones((2, 3)), "b": jnp.ones((4, 3))}, r"along their first axis; got shapes \[\(2,"),
     ({"a": jnp.ones(())}, r"got shapes \[\(\)\]"),
-    (jnp.array([[1e30, 0.0], [-1e30, 1.0], [0.0, 0.0]]), r"of the snapshots overflows; .* float32"),
+    (jnp.array([[1e30, 0.0], [-1e30, 1.0], [0.0, 0.0]]), r"finite variance; .* in float32"),
     ([], r"got an empty sequence"),
     ({}, r"at least one leaf; got an empty tree"),
   ],
@@ -479,7 +479,7 @@ def test_mindspores_matrix_is_read_in_the_order_of_the_leaves(tmp_path):
 def test_a_file_that_is_damaged_or_of_another_kind_is_refused(tmp_path, content):
   path = tmp_path / "a.npz"
   path.write_bytes(content)
-  with pytest.raises(ValueError, match=r"can't read '.*a\.npz': .* fit and save it again"):
+  with pytest.raises(ValueError, match=r"can't read '.*a\.npz': .* Pass its model's params"):
     optax_boost.Subspace.load(path, jnp.zeros(3))
   with pytest.raises(FileNotFoundError):
     optax_boost.Subspace.load(tmp_path / "none", jnp.zeros(3))

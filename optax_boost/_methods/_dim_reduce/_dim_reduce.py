@@ -9,13 +9,13 @@ For params w of n numbers, gradient g and basis P (k x n, its rows orthonormal o
   w <- w + t P' d_k - alpha r
   s <- t d_k                             if t > 0
 
-If no t is accepted, MindSpore's search restores B and g_k'; ours sets B to the identity and s
-to 0, so that the next step is one of steepest descent. With an inner optimizer I, a trial is
-w + I(-t P' d_k), and the step I(alpha r - t P' d_k): I receives the sign of a gradient.
+If no t is accepted, MindSpore's search restores B and g_k'. The search "auto" sets B to the
+identity and s to 0, so that the next step is one of steepest descent. With an inner optimizer I, a
+trial is w + I(-t P' d_k), and the step is I(alpha r - t P' d_k): I gets the sign of a gradient.
 
-The recursion of r is linear, so r = M - P' q with M <- gamma M + g and q <- gamma q + g_k, n and k
-numbers. The state keeps M and q, and the update is -alpha M + P' (t d_k + alpha q): the basis is
-read twice in a step. A line search makes the second product one of two columns.
+The recursion of r is linear, so r = M - P' q with M <- gamma M + g [n] and q <- gamma q + g_k [k].
+The state keeps M and q, and the update is -alpha M + P' (t d_k + alpha q). A step reads the basis
+twice, for P g and for P' times a column. A line search needs P' times two columns, d_k and q.
 
 Source: Li, Wu, Huang et al., "Low Dimensional Trajectory Hypothesis is True: DNNs can be Trained in
 Tiny Subspaces", arXiv:2103.11154; steps as in MindSpore's ``boost.dim_reduce``.
@@ -32,7 +32,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_boost._form import _finiteness, _protocol, _transformation
-from optax_boost._foundation import _arrays, _checks, _extra_args
+from optax_boost._foundation import _arrays, _checks, _extra_args, _types
 from optax_boost._methods._dim_reduce import _groups, _linalg, _quasi_newton, _state
 from optax_boost._methods._dim_reduce._state import DimReduceState
 from optax_boost._methods._dim_reduce._subspace import Subspace, check_subspace
@@ -43,7 +43,7 @@ _LONGEST_SEARCH = 30
 
 
 def dim_reduce(
-  subspace: Subspace | Callable[[Any], Subspace],
+  subspace: Subspace | Callable[[optax.Params], Subspace],
   rho: jax.typing.ArrayLike = 0.55,
   sigma: jax.typing.ArrayLike = 0.4,
   gamma: jax.typing.ArrayLike = 0.9,
@@ -66,25 +66,25 @@ def dim_reduce(
     f(w + t P^\top d) < f(w) + \sigma t \, g^\top P^\top d
 
   on the current batch. The search tries lengths that shrink by the factor :math:`\rho` until one
-  is accepted, and the next search begins where it ended: at the accepted length, or at a longer
-  one if the first trial was accepted. If none is, `rejected_count` grows, and the next step is one
-  of steepest descent. A decrease smaller than the rounding error of the loss is accepted unless the
-  loss grows. It is a whole optimizer, to be used where ``optax.sgd`` would be; its steps in the
-  subspace need no learning rate.
+  is accepted. The next search begins at the accepted length, or at a longer one if the first trial
+  was accepted. If no length is accepted, `rejected_count` grows, and the next step is one of
+  steepest descent. A decrease smaller than the rounding error of the loss is accepted unless the
+  loss grows. `dim_reduce` is a whole optimizer, to be used in place of ``optax.sgd``; its steps in
+  the subspace need no learning rate.
 
-  A step takes the time of reading the basis twice, three times with `inner`, and one forward pass
-  per trial. Memory: the basis (k copies of the params) and one copy of the params.
+  A step reads the basis twice, three times with `inner`, and makes one forward pass per trial.
+  Memory: the basis (k copies of the params) and one copy of the params.
 
-  ``update`` needs, unless `max_search` is None, the extra arguments `value`, the loss at the
-  params, and ``value_fn(params)``, the loss elsewhere on the same batch, as ``make_train_step``
-  passes them; with a batch that is sharded over devices, the mean over all of it. Gradients must be
-  of that loss: put :func:`dynamic_loss_scale` around. A gradient that is not finite changes nothing
-  but a counter, and leaves NaN in its own entries of the updates, for ``optax.apply_if_finite``. A
-  loss that is not finite is never accepted.
+  Unless `max_search` is None, ``update`` needs two extra arguments, which ``make_train_step``
+  passes: `value`, the loss at the params, and ``value_fn(params)``, the loss at other params on the
+  same batch. If the batch is sharded over devices, the loss is the mean over all of it. Gradients
+  must not be scaled: put :func:`dynamic_loss_scale` around `dim_reduce`. A gradient that is not
+  finite changes only a counter in the state, and its entries that are not finite become NaN in the
+  updates, for ``optax.apply_if_finite``. A loss that is not finite is never accepted.
 
-  Sharded params keep the basis sharded as they are. For that, ``init`` must see the params as they
-  are placed: outside of ``jit``, or on a mesh with Explicit axes. Inside ``shard_map`` params must
-  be whole.
+  The basis is sharded as the params are. For that, ``init`` must see how the params are sharded:
+  call it outside of ``jit``, or on a mesh with Explicit axes. Inside ``shard_map`` params must be
+  whole.
 
   Args:
     subspace: a :class:`Subspace` whose basis fits the params, or a callable from params to one.
@@ -94,24 +94,23 @@ def dim_reduce(
       more steps.
     gamma: the decay of the residual momentum, in [0, 1). Raising it averages more gradients.
     alpha: the learning rate outside of the subspace, a number >= 0 or a schedule of the step count.
-    max_search: the search for a step length; static. ``"auto"``: as above, at most 30 trials in a
-      step. A number: MindSpore's search (there 2) of that many lengths, from the full step on; if
-      none is accepted, the step in the subspace is left out and :math:`B` restored. None: the full
-      step is taken untried, which needs no loss.
-    groups: which leaves share a subspace and a :math:`B`: a plan of :func:`layer_groups`; regular
-      expressions, one per group, that match whole segments of the leaves' paths (a leaf that two
-      match is an error; one that none matches is in the last group); or the result of
-      :func:`layer_axes`, by which layer i of all leaves is a group, and all leaves without layers
-      are the last. The rows of the
-      basis hold a component of each, orthonormal within it (``fit_subspace(..., groups=groups)``).
-      They share the step length. None: one group.
-    inner: an optimizer that the steps go through, as in MindSpore's
-      ``DimReduce(network, optimizer, ...)``; its learning rate scales the steps. It receives
-      :math:`\alpha r - t P^\top d` in place of the gradient; a trial is its answer to
-      :math:`-t P^\top d`, which leaves its state as it was. With ``max_search="auto"``, :math:`t`
-      is at most 1; a trial is compared with the inner optimizer's answer to zeros, at the cost of
-      one more forward pass; and :math:`B` learns from the distance that the params went. None: as
-      ``optax.sgd(1.0)`` in MindSpore's search.
+    max_search: how the step length is searched; static. ``"auto"``: as above, at most 30 trials in
+      a step. A number: MindSpore's search (there 2) of that many lengths, the full step first. If
+      none is accepted, there is no step in the subspace, and :math:`B` is restored. None: always
+      the full step, which needs no loss.
+    groups: which leaves share a subspace and a :math:`B`; all groups share the step length. A plan
+      of :func:`layer_groups`; regular expressions, one per group, that match whole segments of the
+      leaves' paths (a leaf that two match is an error; one that none matches is in the last group);
+      or the result of :func:`layer_axes`: layer i of all leaves is group i, and leaves without
+      layers are the last group. Each row of the basis holds a component of each group, orthonormal
+      within it, as ``fit_subspace(..., groups=groups)`` makes them. None: one group.
+    inner: an optimizer that makes the steps, as in MindSpore's
+      ``DimReduce(network, optimizer, ...)``; its learning rate scales them. It gets
+      :math:`\alpha r - t P^\top d` in place of the gradient. A trial uses its updates for
+      :math:`-t P^\top d` and discards its new state. With ``max_search="auto"``, :math:`t` is at
+      most 1, a trial is compared with the updates for zeros, at the cost of one more forward pass,
+      and :math:`B` learns from the distance that the params moved. None: as ``optax.sgd(1.0)`` in
+      MindSpore's search.
 
   Returns:
     An :class:`optax.GradientTransformationExtraArgs` that needs `params`. Updates have the
@@ -140,9 +139,9 @@ def dim_reduce(
     in Tiny Subspaces <https://arxiv.org/abs/2103.11154>`_, 2021.
 
   .. note::
-    Inside ``optax.masked`` or ``optax.partition`` the basis is cut down to the unmasked leaves, and
-    ``value_fn`` is called with the masked params. In a population under ``vmap`` each member gets a
-    copy of the basis, unless the axes of the state say None for it.
+    Inside ``optax.masked`` or ``optax.partition`` only the unmasked leaves of the basis are used,
+    and ``value_fn`` is called with the masked params. In a population under ``vmap`` each member
+    gets a copy of the basis, unless `out_axes` of ``init`` is None for it.
   """
   method = _DimReduce(subspace, rho, sigma, gamma, alpha, max_search, groups, inner)
   wraps = () if method.inner is None else (method.inner,)
@@ -155,7 +154,7 @@ def dim_reduce(
 class _DimReduce:
   """The transformation; its fields are the arguments of :func:`dim_reduce`."""
 
-  subspace: Subspace | Callable[[Any], Subspace]
+  subspace: Subspace | Callable[[optax.Params], Subspace]
   rho: jax.typing.ArrayLike
   sigma: jax.typing.ArrayLike
   gamma: jax.typing.ArrayLike
@@ -181,12 +180,12 @@ class _DimReduce:
 
   @property
   def adaptive(self) -> bool:
-    """Whether a search starts where the last one ended."""
+    """Whether ``max_search="auto"``: a search starts where the last one ended."""
     return isinstance(self.max_search, str)
 
   @property
   def rescales(self) -> bool:
-    """Whether B learns from distances in the units of the gradients that `inner` receives."""
+    """Whether B is scaled to the units of gradients, which `inner` expects."""
     return self.inner is not None and self.adaptive
 
   def init(self, params: optax.Params) -> DimReduceState:
@@ -226,8 +225,8 @@ class _DimReduce:
     state = self.inner.init(params)
     if _protocol.is_requested(state, _protocol.LOSS_SCALE):
       raise ValueError(
-        f"`inner` must not scale the loss, of which `{_METHOD}` takes the gradient; got a state"
-        f" with a `{_protocol.LOSS_SCALE}`. Put the loss scale around `{_METHOD}` instead."
+        f"`inner` must not scale the loss; got a state with a `{_protocol.LOSS_SCALE}`. Put the"
+        f" loss scale around `{_METHOD}`."
       )
     return state
 
@@ -238,26 +237,26 @@ class _DimReduce:
     params: optax.Params,
     *,
     value: jax.typing.ArrayLike | None = None,
-    value_fn: Callable[[Any], jax.Array] | None = None,
+    value_fn: _types.Closure | None = None,
     **extra_args: Any,
   ) -> tuple[optax.Updates, DimReduceState]:
     if self.max_search is not None:
       value, value_fn = _checked_loss(value, value_fn)
-    # Extra arguments are not masked where `updates` are.
+    # Masks the gradients among the extra arguments as `updates` are masked.
     _, extra = _extra_args.map_gradients(lambda g: g, updates, extra_args)
     extra |= {"value": value, "value_fn": value_fn}
     extra = {name: argument for name, argument in extra.items() if argument is not None}
     groups = _groups.find_groups(params, self.groups, _METHOD)
 
-    def through_inner(changes: Any) -> tuple[Any, Any]:
-      """The inner optimizer's updates for changes of the params, and its state."""
+    def through_inner(changes: optax.Updates) -> tuple[optax.Updates, optax.OptState]:
+      """The inner optimizer's updates for changes of the params, and its new state."""
       narrow = jax.tree.map(lambda p, x: x.astype(p.dtype), params, changes)
       if self.inner is None:
         return narrow, None
       pseudo_gradient = jax.tree.map(jnp.negative, narrow)
       return self.inner.update(pseudo_gradient, state.inner_state, params, **extra)
 
-    def lift(columns: jax.Array) -> Any:
+    def lift(columns: jax.Array) -> optax.Updates:
       lifted = jax.tree.leaves(_linalg.combine(columns, state.basis, groups))
       return jax.tree.unflatten(jax.tree.structure(state.momentum), lifted)
 
@@ -266,7 +265,7 @@ class _DimReduce:
     finite = jnp.all(_finiteness.finite_entries(g_k))
     quasi = _quasi_newton.find_direction(state, g_k, self.adaptive, self.rescales)
     q = self.gamma * state.projected_momentum + g_k
-    # XLA 15: selected before it is used, or CPUs compute it twice, from a copy of the old one.
+    # XLA 15: selected before it is used, or CPUs compute it twice, from a copy of the old momentum.
     momentum = jax.tree.map(
       lambda m, g: jnp.where(finite, self.gamma * m + g.astype(m.dtype), m),
       *(state.momentum, updates),
@@ -281,7 +280,7 @@ class _DimReduce:
       lifted = lift(jnp.stack(columns, axis=1))
       search = self._search(quasi, updates, params, lifted, extra, through_inner)
       t = search.accepted
-      # Not only times 0: the direction may overflow.
+      # Multiplying by t = 0 is not enough: the direction may overflow.
       inside = jax.tree.map(lambda x: jnp.where(t > 0, t.astype(x.dtype) * x[0], 0) + x[1], lifted)
     moves = jax.tree.map(
       lambda x, m: jnp.where(finite, x - jnp.asarray(alpha, m.dtype) * m, 0), inside, momentum
@@ -291,7 +290,7 @@ class _DimReduce:
 
     step = search.accepted * quasi.direction
     if self.rescales:
-      # The distance that the params went, which caused the change of the gradient.
+      # The distance that the params moved, which changed the gradient.
       step = quasi.scale * _project(state, changes, groups)
     learned: dict[str, Any] = self._learn(
       state, quasi, search, step, _arrays.sum_squares_of_tree(updates)
@@ -313,9 +312,9 @@ class _DimReduce:
     quasi: _quasi_newton.Direction,
     updates: optax.Updates,
     params: optax.Params,
-    lifted: Any,
-    extra: dict[str, Any],
-    through_inner: Callable[[Any], tuple[Any, Any]],
+    lifted: optax.Updates,
+    extra: _types.ExtraArgs,
+    through_inner: Callable[[optax.Updates], tuple[optax.Updates, optax.OptState]],
   ) -> _quasi_newton.Search:
     """The line search along the direction, the first column of `lifted`."""
     value, dtype, possible = extra["value"], quasi.gradient.dtype, quasi.usable
@@ -330,7 +329,7 @@ class _DimReduce:
       return extra["value_fn"](optax.apply_updates(params, changes)), change - offset
 
     if self.rescales:
-      # The inner momentum moves the params whether or not a step is found.
+      # The inner momentum moves the params even if no length is accepted.
       start, offset = trial(offset)
       start, offset = start.astype(dtype), offset.astype(dtype)
     if self.adaptive:
@@ -357,22 +356,24 @@ class _DimReduce:
     step: jax.Array,
     squares: jax.Array,
   ) -> dict[str, jax.Array]:
-    """The parts of the state that a finite gradient changes, but for momenta and inner state."""
+    """The fields of the state that a finite gradient changes, without momenta and inner state."""
     moved = search.accepted > 0
     failed = (search.tried > 0) & ~moved if self.adaptive else jnp.asarray(False)
-    # B restarts if its directions overflow, or if no step along them was accepted.
+    # B restarts if its direction overflows, or if no step along it was accepted.
     restarts = ~quasi.usable | failed
-    kept = jnp.where(restarts, _quasi_newton.identities(state), state.inverse_hessian)
+    old_or_identity = jnp.where(
+      restarts, _linalg.identities(state.inverse_hessian), state.inverse_hessian
+    )
     squared_step, squared_gradient = jnp.sum(state.last_step**2), jnp.sum(quasi.gradient**2)
     change = quasi.gradient - state.projected_gradient
     rejected, next_rho = ~moved, state.next_rho
     if self.adaptive:
       rejected &= jnp.any(quasi.gradient != 0)
-      # The length at which this gradient moves as far as the last accepted step.
+      # The length with which a step along this gradient is as long as the last accepted step.
       length = jnp.sqrt(squared_step / squared_gradient)
       next_rho = _quasi_newton.next_step(search, quasi.first, quasi.steepest, length, self.rho)
     return {
-      "inverse_hessian": jnp.where(moved, quasi.inverse_hessian, kept),
+      "inverse_hessian": jnp.where(moved, quasi.inverse_hessian, old_or_identity),
       "projected_gradient": jnp.where(moved, quasi.gradient, state.projected_gradient),
       "last_step": jnp.where(moved, step, jnp.where(failed, 0, state.last_step)),
       "next_rho": next_rho,
@@ -383,27 +384,30 @@ class _DimReduce:
     }
 
 
-def _project(state: DimReduceState, tree: Any, groups: _groups.SubspaceGroups) -> jax.Array:
-  """P g, [G, k], for a tree like the params."""
-  if not jax.tree.leaves(tree):
+def _project(state: DimReduceState, g: optax.Updates, groups: _groups.SubspaceGroups) -> jax.Array:
+  """P g, [G, k]."""
+  if not jax.tree.leaves(g):
     return jnp.zeros_like(state.projected_gradient)
-  projected = _linalg.products(state.basis, tree, groups)
+  projected = _linalg.products(state.basis, g, groups)
   return projected.astype(state.projected_gradient.dtype)
 
 
-def _checked_loss(value: Any, value_fn: Any) -> tuple[jax.Array, Callable[..., jax.Array]]:
-  """The loss at the params and elsewhere, which a line search needs."""
-  _extra_args.require_extra(value, "value", _METHOD, "the loss at the params, on the current batch")
+def _checked_loss(
+  value: jax.typing.ArrayLike | None, value_fn: _types.Closure | None
+) -> tuple[_types.FloatScalar, _types.Closure]:
+  """The extra arguments of a line search: the loss at the params, and a function for the loss."""
+  purpose = "the loss at the params, on the current batch"
+  loss: Any = _extra_args.require_extra(value, "value", _METHOD, purpose)
   purpose = "a function from params to the loss on the current batch"
-  _extra_args.require_extra(value_fn, "value_fn", _METHOD, purpose)
-  _checks.check_callable("value_fn", value_fn, "value_fn(params)")
+  loss_fn = _extra_args.require_extra(value_fn, "value_fn", _METHOD, purpose)
+  _checks.check_callable("value_fn", loss_fn, "value_fn(params)")
   needs_value = f"`{_METHOD}` needs the extra argument `value` to be the scalar loss; got"
   returned = f"`{_METHOD}` needs a `value_fn(params)` that returns the scalar loss; it returned"
-  return _scalar(value, needs_value), lambda params: _scalar(value_fn(params), returned)
+  return _scalar(loss, needs_value), lambda params: _scalar(loss_fn(params), returned)
 
 
-def _scalar(value: Any, requirement: str) -> jax.Array:
-  """A loss as a floating-point array; TypeError for anything but a real scalar."""
+def _scalar(value: jax.typing.ArrayLike, requirement: str) -> _types.FloatScalar:
+  """A loss as a floating-point array; TypeError if it is not a real scalar."""
   number = _checks.is_any_array(value) or isinstance(value, numbers.Real)
   if not number or jnp.shape(value) != () or not jnp.isrealobj(value):
     got = f"an array of shape {jnp.shape(value)}" if number else _checks.shorten(value)
@@ -412,10 +416,12 @@ def _scalar(value: Any, requirement: str) -> jax.Array:
   return jnp.asarray(value, dtype if jnp.issubdtype(dtype, jnp.floating) else jnp.float32)
 
 
-def _show_nonfinite(finite: jax.Array, changes: Any, gradient: Any) -> Any:
-  """Zeros if the gradient is not finite, but NaN in its bad entries.
+def _show_nonfinite(
+  finite: _types.BoolScalar, changes: optax.Updates, gradient: optax.Updates
+) -> optax.Updates:
+  """If the gradient is not finite: NaN in its bad entries, zero in all others.
 
-  ``optax.apply_if_finite`` sees them; other params are not updated.
+  ``optax.apply_if_finite`` sees the NaNs.
   """
 
   def show(u: jax.Array, g: jax.Array) -> jax.Array:
@@ -425,9 +431,9 @@ def _show_nonfinite(finite: jax.Array, changes: Any, gradient: Any) -> Any:
   return jax.tree.map(show, changes, gradient)
 
 
-def _inner_product(a: Any, b: Any) -> jax.Array:
+def _inner_product(a: optax.Updates, b: optax.Updates) -> _types.FloatScalar:
   """The inner product of two trees, in at least float32."""
   dtype = _arrays.widest_dtype((a, b))
-  # Not `optax.tree.vdot`, which reshapes leaves, sharded ones too.
+  # `optax.tree.vdot` reshapes leaves, also those that are sharded.
   by_leaf = jax.tree.map(lambda x, y: jnp.sum(x.astype(dtype) * y.astype(dtype)), a, b)
   return jax.tree.reduce(jnp.add, by_leaf, jnp.zeros([], dtype))

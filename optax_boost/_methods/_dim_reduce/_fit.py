@@ -1,20 +1,20 @@
 """Fits a subspace to snapshots of the params, by principal components."""
 
 from collections.abc import Iterable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
-from optax_boost._foundation import _arrays, _checks
+from optax_boost._foundation import _arrays, _checks, _types
 from optax_boost._methods._dim_reduce import _groups, _pca, _snapshot_blocks, _subspace
 
 _OVERSAMPLE = 10
 
 
 def fit_subspace(
-  snapshots: Any,
+  snapshots: optax.OptState | optax.Params | Iterable[optax.Params],
   components: int,
   *,
   key: jax.Array | int | None = None,
@@ -28,27 +28,27 @@ def fit_subspace(
 
   The eigenvectors of the snapshots' m x m Gram matrix give the components; one Rayleigh-Ritz step
   then restores the digits that squaring lost. In float32, components with less than 1e-7 of the
-  first one's variance are less exact, and components with less than 1e-10 are rounding errors and
-  are refused. Sharded params are not gathered: only matrices of m or k rows and columns cross
-  devices.
+  first one's variance are less exact. Components with less than 1e-10 are rounding errors, and
+  asking for them is an error. Sharded params are not gathered: only matrices of m or k rows and
+  columns move between devices.
 
-  Inside ``jit``, snapshots that are not finite are left out instead of refused, and where there are
+  Inside ``jit`` nothing is refused: snapshots that are not finite are left out, and if there are
   fewer directions than `components`, the last rows of the basis are zero.
 
   Args:
     snapshots: the state of a chain with :func:`record_trajectory`; a stacked tree, whose leaves
-      have the snapshots along their first axis; or an iterable of trees. One that can be iterated
-      over again, and is not a list or tuple, is read several times in blocks of k + 8 snapshots:
-      about three blocks are in memory. Other iterables are held as a whole.
-    components: k, the dimensions of the subspace; fewer than there are snapshots. Static. Raising
+      have the snapshots along their first axis; or an iterable of trees. An iterable that can be
+      iterated over again, other than a list or tuple, is read several times in blocks of k + 8
+      snapshots, of which about three are in memory. Other iterables are held as a whole.
+    components: k, the dimension of the subspace; less than the number of snapshots. Static. Raising
       it explains more of the gradient, and takes more memory and time.
     key: None: the exact components. A key or an integer seed: components of k + 10 random
-      combinations of the snapshots, after one power iteration. That saves the m x m matrix, the
-      cost of the exact ones for m in the hundreds, and is as good where variances decay.
-    dtype: a floating dtype to store the basis in; computed in float32 or wider. With bfloat16 its
-      rows are orthonormal to 3 digits only.
-    groups: as in :func:`dim_reduce`: each group of leaves and layers is fitted for itself, as the
-      same layers in leaves of their own. None: one group.
+      combinations of the snapshots, after one power iteration. They need no m x m matrix, whose
+      cost dominates for m in the hundreds, and are as good if the variances decay.
+    dtype: a floating dtype in which the basis is stored. It is computed in float32 or wider. In
+      bfloat16 its rows are orthonormal to 3 digits only.
+    groups: as in :func:`dim_reduce`; each group of leaves and layers is fitted separately. None:
+      one group.
 
   Returns:
     A :class:`Subspace`, sharded as the snapshots are. ``None`` leaves stay ``None``.
@@ -90,8 +90,12 @@ def fit_subspace(
 
 
 def _fit(
-  blocks: Iterable[Any], key: jax.Array | None, components: int, dtype: Any, groups: Any
-) -> tuple[_subspace.Subspace, jax.Array, jax.Array, jax.Array]:
+  blocks: Iterable[_snapshot_blocks.Block],
+  key: jax.Array | None,
+  components: int,
+  dtype: _types.Dtype,
+  groups: _groups.SubspaceGroups,
+) -> tuple[_subspace.Subspace, jax.Array, _types.IntScalar, _types.FloatScalar]:
   """The subspace, flags of the snapshots that are not finite, the rank, the sum of squares."""
   centred = _pca.Centred(blocks)
   m, sketch = len(centred.bad), None
@@ -117,31 +121,28 @@ _jitted_fit = jax.jit(_fit, static_argnums=(2, 3, 4))
 
 
 def _check_enough(count: int, components: int) -> None:
-  """Refuses too few snapshots."""
+  """Raises ValueError for too few snapshots."""
   if count <= components:
-    fewer = f", or ask for at most {count - 1} components" if count > 1 else "; two are the least"
     raise ValueError(
       f"{components} components need at least {components + 1} snapshots, since their mean takes"
-      f" one direction away; got {count}. Record more of them{fewer}."
+      f" one direction away; got {count}. Record more snapshots or fit fewer components."
     )
 
 
-def _check_fit(bad: np.ndarray, rank: int, total: jax.Array, components: int) -> None:
-  """Refuses snapshots that are not finite, are too far apart, or differ in too few directions."""
+def _check_fit(bad: np.ndarray, rank: int, total: _types.FloatScalar, components: int) -> None:
+  """Raises ValueError if snapshots are not finite, overflow or differ in too few directions."""
   if len(bad):
-    shown = ", ".join(map(str, bad[:8])) + (", ..." if len(bad) > 8 else "")
     raise ValueError(
-      f"A subspace can't be fitted to snapshots that are not finite; those with index {shown}"
-      " are not. Leave them out."
+      "`fit_subspace` needs snapshots of finite numbers; got others at the indices"
+      f" {_checks.shorten(bad.tolist())}. Leave them out."
     )
   if not jnp.isfinite(total):
     raise ValueError(
-      f"The variance of the snapshots overflows; got a sum of squares of {total} in"
+      f"`fit_subspace` needs snapshots of finite variance; got a sum of squares of {total} in"
       f" {total.dtype}. Leave out the snapshots after the training diverged."
     )
   if rank < components:
-    fewer = f"Ask for at most {rank} components, or take" if rank else "Take"
     raise ValueError(
       f"{components} components need snapshots that differ in {components} directions; these differ"
-      f" in {rank}, the rest is rounding. {fewer} snapshots further apart."
+      f" in {rank} by more than rounding. Take snapshots further apart or fit fewer components."
     )

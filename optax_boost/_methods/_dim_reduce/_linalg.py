@@ -1,29 +1,28 @@
 r"""Small dense linear algebra on trees of stacked leaves, in at least float32.
 
-A stacked tree X has leaves [m, *shape]: m vectors of n entries in all, one to a row. Each of G
-groups of leaves and layers is a space of its own, so products of two stacked trees of m and l rows
-are [G, m, l]; these are small and kept whole. No leaf is reshaped or concatenated, so a sharded
-leaf stays on its devices, and only the small matrices cross them.
+A stacked tree has leaves [m, *shape]. It stands for m vectors of n entries, its rows. Each of G
+groups of leaves and layers is a separate space, so the products of two stacked trees of m and l
+rows are [G, m, l]. These are small and not sharded. No leaf is reshaped or concatenated, so a
+sharded leaf stays on its devices, and only small matrices move between devices.
 """
 
 from collections.abc import Sequence
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_boost._foundation import _arrays, _placement, _trees
+from optax_boost._foundation import _arrays, _placement, _trees, _types
 from optax_boost._methods._dim_reduce._groups import LeafGroups, SubspaceGroups
 
-# Full float32 on accelerators, whose default is fewer bits.
+# Full float32 on accelerators, which compute with fewer bits by default.
 PRECISION = jax.lax.Precision.HIGHEST
 matmul = functools.partial(jnp.matmul, precision=PRECISION)
 
 
-def products(a: Any, b: Any, groups: SubspaceGroups) -> jax.Array:
-  """``A B'``, [G, k, m], of two stacked trees; [G, k] if the second tree is not stacked."""
+def products(a: _types.Tree, b: _types.Tree, groups: SubspaceGroups) -> jax.Array:
+  """``A B'`` of two stacked trees, [G, k, m]; [G, k] if `b` is not stacked."""
   dtype = _arrays.widest_dtype((a, b))
   a_leaves = [x.astype(dtype) for x in jax.tree.leaves(a)]
   b_leaves = [x.astype(dtype) for x in jax.tree.leaves(b)]
@@ -35,7 +34,7 @@ def products(a: Any, b: Any, groups: SubspaceGroups) -> jax.Array:
       by_layer += [_contract(a_leaves[i], b_leaves[i], leaf_groups.axes) for i in indices]
       numbers += len(indices) * leaf_groups.numbers
     else:
-      # XLA 9: one product for all, as the code of each product is compiled by itself on CPUs.
+      # XLA 9: one product for all of them, as CPUs compile each product separately.
       b_is_stacked = b_leaves[indices[0]].ndim == a_leaves[indices[0]].ndim
       a_joined = jnp.stack([a_leaves[i] for i in indices], 1)
       b_joined = jnp.stack([b_leaves[i] for i in indices], int(b_is_stacked))
@@ -44,8 +43,14 @@ def products(a: Any, b: Any, groups: SubspaceGroups) -> jax.Array:
   return _sum_by_group(by_layer, numbers, groups)
 
 
+def identities(matrices: jax.Array) -> jax.Array:
+  """An identity in place of each matrix of ``[G, k, k]``."""
+  identity = jnp.eye(matrices.shape[-1], dtype=matrices.dtype)
+  return jnp.broadcast_to(identity, matrices.shape)
+
+
 def _contract(rows: jax.Array, leaf: jax.Array, layers: tuple[int, ...]) -> jax.Array:
-  """The products of rows and a leaf with L layers: [L, k, m] or [L, k], whole on each device."""
+  """The products of rows and a leaf of L layers, [L, k, m] or [L, k], not sharded."""
   is_stacked = leaf.ndim == rows.ndim
   within_layer = [axis for axis in range(rows.ndim - 1) if axis not in layers]
   contracted = (
@@ -56,7 +61,7 @@ def _contract(rows: jax.Array, leaf: jax.Array, layers: tuple[int, ...]) -> jax.
   mesh = jax.typeof(rows).sharding.mesh
   out = None
   if jax.sharding.AxisType.Explicit in mesh.axis_types:
-    # The sum over a sharded axis has no sharding of its own: say that all devices need it.
+    # JAX asks how a sum over a sharded axis is sharded: all devices need it.
     out = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
   result = jax.lax.dot_general(
     rows,
@@ -72,20 +77,23 @@ def _contract(rows: jax.Array, leaf: jax.Array, layers: tuple[int, ...]) -> jax.
 def _sum_by_group(
   by_layer: Sequence[jax.Array], numbers: Sequence[int], groups: SubspaceGroups
 ) -> jax.Array:
-  """Sums the products of layers, which are in the groups `numbers`: [G, k, m] or [G, k]."""
-  # XLA 2: a contraction, since a sum over leaves would be computed in the loop of each.
+  """Sums the products of the layers of each group, [G, k, m] or [G, k]; `numbers`: their groups."""
+  # XLA 2: a contraction, since each leaf's loop would compute a sum over leaves again.
   joined = jnp.concatenate(by_layer)
   member = np.equal.outer(np.arange(groups.number), np.array(numbers, int))
   return jnp.tensordot(jnp.asarray(member, joined.dtype), joined, 1, precision=PRECISION)
 
 
-def combine(coefficients: jax.Array, rows: Any, groups: SubspaceGroups) -> Any:
-  """Linear combinations of rows, each layer's with its group's coefficients [G, c, k].
+def combine(
+  coefficients: jax.Array, rows: _types.SameTree, groups: SubspaceGroups
+) -> _types.SameTree:
+  """Combines k rows linearly; each layer has the coefficients of its group.
 
-  A stacked tree of c rows, in at least float32; for coefficients [G, k] a tree that is not stacked.
+  Coefficients [G, c, k] give a stacked tree of c rows, [G, k] a tree that is not stacked; both in
+  at least float32.
   """
 
-  def one(x: jax.Array, leaf_groups: LeafGroups) -> jax.Array:
+  def combine_leaf(x: jax.Array, leaf_groups: LeafGroups) -> jax.Array:
     x = _arrays.widen(x)
     if not leaf_groups.axes:
       group_coefficients = coefficients[leaf_groups.numbers[0]].astype(x.dtype)
@@ -93,7 +101,7 @@ def combine(coefficients: jax.Array, rows: Any, groups: SubspaceGroups) -> Any:
     layers = [x.shape[1 + axis] for axis in leaf_groups.axes]
     by_layer = coefficients[np.array(leaf_groups.numbers, int)].astype(x.dtype)
     by_layer = by_layer.reshape(*layers, *coefficients.shape[1:])
-    # On a mesh of Explicit axes layers must have one sharding.
+    # On a mesh with Explicit axes both operands must shard their layers in the same way.
     sharding = jax.typeof(x).sharding
     spec = [sharding.spec[1 + axis] for axis in leaf_groups.axes] + [None] * (coefficients.ndim - 1)
     same = jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec(*spec))
@@ -109,4 +117,4 @@ def combine(coefficients: jax.Array, rows: Any, groups: SubspaceGroups) -> Any:
     output_axes = coefficients.ndim - 2
     return jnp.moveaxis(combined, batch[0], [output_axes + axis for axis in leaf_groups.axes])
 
-  return _trees.map_leaves(one, rows, groups.leaves)
+  return _trees.map_leaves(combine_leaf, rows, groups.leaves)

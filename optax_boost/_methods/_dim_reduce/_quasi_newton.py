@@ -44,16 +44,15 @@ Tiny Subspaces", arXiv:2103.11154.
 """
 
 from collections.abc import Callable
-import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from optax_boost._form import _finiteness
-from optax_boost._foundation import _arrays
-
-_matmul = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
+from optax_boost._foundation import _arrays, _types
+from optax_boost._methods._dim_reduce._linalg import identities, matmul
+from optax_boost._methods._dim_reduce._state import DimReduceState
 
 
 def bfgs_update(
@@ -61,18 +60,18 @@ def bfgs_update(
   step: jax.Array,
   gradient_change: jax.Array,
   min_curvature: float,
-) -> tuple[jax.Array, jax.Array]:
-  """One BFGS update of B [k, k] by s and y, and whether it was made.
+) -> tuple[jax.Array, _types.BoolScalar]:
+  """Updates B [k, k] by s and y; returns also whether the update was made.
 
-  It is skipped if ``y's`` is at most `min_curvature`, or if the result is not finite. So B stays
-  positive definite.
+  The update is skipped if ``y's`` is at most `min_curvature`, or if the result is not finite. So B
+  stays positive definite.
   """
-  curvature = _matmul(gradient_change, step)
+  curvature = matmul(gradient_change, step)
   enough = curvature > min_curvature
   # The inner `where` keeps the untaken case from dividing by zero.
   p = 1 / jnp.where(enough, curvature, 1)
   t = jnp.eye(step.size, dtype=step.dtype) - p * jnp.outer(gradient_change, step)
-  new = _matmul(t.T, _matmul(inverse_hessian, t)) + p * jnp.outer(step, step)
+  new = matmul(t.T, matmul(inverse_hessian, t)) + p * jnp.outer(step, step)
   updated = enough & jnp.all(_finiteness.finite_entries(new))
   return jnp.where(updated, new, inverse_hessian), updated
 
@@ -83,22 +82,24 @@ class Direction(NamedTuple):
   gradient: jax.Array  # g_k, [G, k]
   inverse_hessian: jax.Array  # B, updated, [G, k, k]
   direction: jax.Array  # d_k, [G, k]; zeros unless `usable`
-  first: jax.Array  # the first length that a search tries
-  steepest: jax.Array  # whether it falls back to steepest descent
-  scale: jax.Array  # from distances in the subspace to the units of `direction`
-  usable: jax.Array  # whether the gradient and the direction are finite
+  first: _types.FloatScalar  # the first length that a search tries
+  steepest: _types.BoolScalar  # whether the direction is that of steepest descent
+  scale: _types.FloatScalar  # converts distances in the subspace to the units of `direction`
+  usable: _types.BoolScalar  # whether the gradient and the direction are finite
 
 
-def find_direction(state: Any, gradient: jax.Array, adaptive: bool, rescales: bool) -> Direction:
-  """B after its update by the last accepted step, and -B g_k.
+def find_direction(
+  state: DimReduceState, gradient: jax.Array, adaptive: bool, rescales: bool
+) -> Direction:
+  """Updates B by the last accepted step, and computes the direction -B g_k.
 
-  An `adaptive` search gets steepest descent if -B g_k does not descend. If B `rescales`, it starts
-  as the identity and keeps its magnitude: directions are as long as gradients, so an inner
-  optimizer receives the units of gradients throughout.
+  If `adaptive`, a direction that does not descend is replaced by steepest descent. If `rescales`, B
+  starts as the identity and keeps its magnitude, so that directions are as long as gradients: an
+  inner optimizer expects these units.
   """
   b, s, last_gradient = state.inverse_hessian, state.last_step, state.projected_gradient
   change, scale, length = gradient - last_gradient, state.inner_scale, state.accepted_rho
-  identity = identities(state)
+  identity = identities(b)
   is_fresh = jnp.all(b == identity)
   if rescales:
     stiffness = ratio(jnp.sum(change * s), jnp.sum(s**2))
@@ -106,12 +107,12 @@ def find_direction(state: Any, gradient: jax.Array, adaptive: bool, rescales: bo
     scale = jnp.where(begins, stiffness, scale)
     s = jnp.where(begins, stiffness * s, s)
   elif adaptive:
-    # The first update starts from the identity times the length of the last step, a step of
-    # steepest descent: so a length of 1 suits the directions that B has not seen, too.
+    # The last step was one of steepest descent. The first update starts from the identity times its
+    # length, so that the length 1 also suits directions that B has not learned.
     b = jnp.where(is_fresh & (length > 0), length, 1) * b
   least = 0.0 if adaptive else 1e-20  # as in MindSpore
   updated, _ = jax.vmap(bfgs_update, (0, 0, 0, None))(b, s, change, least)
-  direction = -jax.vmap(_matmul)(updated, gradient)
+  direction = -jax.vmap(matmul)(updated, gradient)
   first, steepest = jnp.ones_like(state.next_rho), jnp.asarray(False)
   if adaptive:
     unchanged = is_fresh & jnp.all(updated == b)
@@ -129,15 +130,8 @@ def find_direction(state: Any, gradient: jax.Array, adaptive: bool, rescales: bo
   return Direction(gradient, updated, direction, first, steepest, scale, usable)
 
 
-def identities(state: Any) -> jax.Array:
-  """The inverse Hessians ``[G, k, k]`` to start from."""
-  k = state.inverse_hessian.shape[-1]
-  identity = jnp.eye(k, dtype=state.inverse_hessian.dtype)
-  return jnp.broadcast_to(identity, state.inverse_hessian.shape)
-
-
 def ratio(numerator: jax.Array, denominator: jax.Array) -> jax.Array:
-  """The ratio, or 0 if the denominator is 0."""
+  """The ratio, or 0 unless the denominator is positive."""
   positive = denominator > 0
   return jnp.where(positive, numerator / jnp.where(positive, denominator, 1), 0)
 
@@ -145,13 +139,13 @@ def ratio(numerator: jax.Array, denominator: jax.Array) -> jax.Array:
 class Search(NamedTuple):
   """State of a line search, and its result."""
 
-  accepted: jax.Array  # the accepted step, 0 if there was none
-  tried: jax.Array  # the number of steps tried
-  notfinite: jax.Array  # the number of losses among them that were not finite
-  step: jax.Array  # the last step tried times rho
-  hidden: jax.Array  # whether the last linear change was below the losses' rounding errors
-  # Whether, by a parabola through the last loss, its minimum lies at `step / rho` or beyond.
-  short: jax.Array
+  accepted: _types.FloatScalar  # the accepted length, 0 if there is none
+  tried: _types.IntScalar  # the number of lengths tried
+  notfinite: _types.IntScalar  # how many of their losses were not finite
+  step: _types.FloatScalar  # the next length to try
+  hidden: _types.BoolScalar  # whether the last linear change was below the losses' rounding errors
+  # Whether a parabola through the last loss has its minimum at the last length or beyond.
+  short: _types.BoolScalar
 
   @classmethod
   def begin(cls, first: jax.Array) -> "Search":
@@ -161,20 +155,20 @@ class Search(NamedTuple):
 
 
 def backtrack(
-  trial: Callable[[jax.Array], tuple[jax.Array, jax.Array]],
-  value: jax.Array,
-  first: jax.Array,
+  trial: Callable[[_types.FloatScalar], tuple[_types.FloatScalar, _types.FloatScalar]],
+  value: _types.FloatScalar,
+  first: _types.FloatScalar,
   rho: jax.typing.ArrayLike,
   sigma: jax.typing.ArrayLike,
   max_search: int,
-  possible: jax.Array,
+  possible: _types.BoolScalar,
   resolution: float | None = None,
 ) -> Search:
-  """Tries the steps first, first rho, first rho^2, ... until one lowers the loss enough.
+  """Tries the lengths first, first rho, first rho^2, ... until one lowers the loss enough.
 
-  `trial` returns a step's loss and its linear change; a change above zero counts as zero. If the
-  change is below `resolution`, the relative rounding error of a loss, the search ends, and the step
-  is accepted unless the loss grows; None ignores rounding errors.
+  `trial` returns the loss and the linear change at a length; a change above zero counts as zero. If
+  the change is below `resolution`, the relative rounding error of a loss, the search ends, and the
+  length is accepted unless the loss grows; None ignores rounding errors.
   """
 
   def more(search: Search) -> jax.Array:
@@ -189,7 +183,7 @@ def backtrack(
     if resolution is not None:
       hidden = good & (jnp.abs(change) <= resolution * jnp.abs(value))
       enough |= hidden & (change < 0) & (loss <= value)
-    # A parabola's minimum is where it decreased by half of the linear change.
+    # At its minimum, a parabola has decreased by half of the linear change.
     near_linear = value - loss >= (1 - 0.5 * rho) * jnp.abs(change)
     return Search(
       accepted=jnp.where(enough, search.step, 0),
@@ -205,16 +199,17 @@ def backtrack(
 
 def next_step(
   search: Search,
-  first: jax.Array,
-  steepest: jax.Array,
-  restart: jax.Array,
+  first: _types.FloatScalar,
+  steepest: _types.BoolScalar,
+  restart: _types.FloatScalar,
   rho: jax.typing.ArrayLike,
-) -> jax.Array:
-  """The first step of the next search: where this one ended, or one trial before that.
+) -> _types.FloatScalar:
+  """The first length that the next search tries.
 
-  It grows if the first trial was accepted, beyond 1 only if that step was short. If no trial was
-  accepted, steepest descent shrinks it further, grows it if rounding errors hid the change, and
-  keeps it if no loss was finite; other directions restart at `restart`.
+  It is the accepted length, or the next longer one if the first trial was accepted; longer than 1
+  only if `search.short`. If no trial was accepted, it is `restart`; but after steepest descent, it
+  is the next shorter length, the next longer one if rounding errors hid the change, or the same if
+  no loss was finite.
   """
   longer = search.accepted / rho
   longer = jnp.where(search.short, longer, jnp.minimum(longer, 1))

@@ -1,7 +1,7 @@
-"""The state of :func:`dim_reduce`, and the basis in it: put there, and replaced later."""
+"""The state of :func:`dim_reduce`, and how a basis gets into it, in ``init`` and later."""
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,8 +9,8 @@ import numpy as np
 import optax
 
 from optax_boost._form import _finiteness, _protocol
-from optax_boost._foundation import _arrays, _masks, _paths, _placement, _trees, _warnings
-from optax_boost._methods._dim_reduce import _boxes, _groups, _linalg, _quasi_newton, _subspace
+from optax_boost._foundation import _arrays, _masks, _paths, _placement, _trees, _types, _warnings
+from optax_boost._methods._dim_reduce import _boxes, _groups, _linalg, _subspace
 
 METHOD = "dim_reduce"
 
@@ -29,26 +29,26 @@ class DimReduceState(NamedTuple):
   """State of :func:`dim_reduce`, for k components and G groups (1 without `groups`).
 
   Attributes:
-    basis: the components, a copy; a tree like the params with leaves ``[k, *leaf.shape]``, sharded
-      as these are.
+    basis: a copy of the components: a tree like the params with leaves ``[k, *leaf.shape]``,
+      sharded as the params are.
     momentum: ``M``, the momentum of the whole gradient, like the params, in at least float32.
     projected_momentum: ``q``, ``[G, k]``; the residual momentum is ``M - P' q``.
     inverse_hessian: ``B``, ``[G, k, k]``.
-    projected_gradient: ``[G, k]``, of the last step that was accepted.
+    projected_gradient: ``[G, k]``, the projected gradient of the last step that was accepted.
     last_step: ``s``, ``[G, k]``, the last accepted step in the subspace.
     inner_state: the state of `inner`; None without it.
     count: scalar int32, the number of steps made.
-    line_search_steps: scalar int32, how many trial points the last step evaluated.
-    accepted_rho: scalar, the step length that the last step accepted, or 0.
-    next_rho: scalar, the first step length that the next search tries, with `max_search="auto"`.
-    inner_scale: scalar, with `inner` and `max_search="auto"` the mean curvature of the loss along
-      the first step that ``B`` learned from: ``s`` is the distance times this. Else 1.
-    curvature: scalar, ``y's / s's`` of the last step: the mean curvature of the loss along the
-      previous accepted step. If it is not positive, ``B`` was not updated.
-    explained_gradient: scalar, ``|P g|^2 / |g|^2`` of the last step: the share of the gradient
-      that lies in the subspace, if the rows of the basis are orthonormal.
+    line_search_steps: scalar int32, the number of trials in the last step.
+    accepted_rho: scalar float, the step length that the last step accepted, or 0.
+    next_rho: scalar float, the first length that the next search tries, if `max_search` is "auto".
+    inner_scale: scalar float. With `inner` and `max_search="auto"` it is the mean curvature of the
+      loss along the first step that ``B`` learned from, and ``s`` is the distance times it. Else 1.
+    curvature: scalar float, ``y's / s's`` of the last step: the mean curvature of the loss along
+      the previous accepted step. If it is not positive, ``B`` was not updated.
+    explained_gradient: scalar float, ``|P g|^2 / |g|^2`` of the last step: the share of the
+      gradient that lies in the subspace, if the rows of the basis are orthonormal.
     rejected_count: scalar int32, the steps that found no step length.
-    refresh_count: scalar int32, how often the subspace was replaced.
+    refresh_count: scalar int32, the number of times that the subspace was replaced.
     notfinite_count: scalar int32, the gradients, losses and new subspaces that were not finite.
   """
 
@@ -59,25 +59,25 @@ class DimReduceState(NamedTuple):
   projected_gradient: jax.Array
   last_step: jax.Array
   inner_state: optax.OptState
-  count: jax.Array  # type: ignore[assignment]  # hides the method of tuples
-  line_search_steps: jax.Array
-  accepted_rho: jax.Array
-  next_rho: jax.Array
-  inner_scale: jax.Array
-  curvature: jax.Array
-  explained_gradient: jax.Array
-  rejected_count: jax.Array
-  refresh_count: jax.Array
-  notfinite_count: jax.Array
+  count: _types.IntScalar  # type: ignore[assignment]  # hides the method of tuples
+  line_search_steps: _types.IntScalar
+  accepted_rho: _types.FloatScalar
+  next_rho: _types.FloatScalar
+  inner_scale: _types.FloatScalar
+  curvature: _types.FloatScalar
+  explained_gradient: _types.FloatScalar
+  rejected_count: _types.IntScalar
+  refresh_count: _types.IntScalar
+  notfinite_count: _types.IntScalar
 
 
-def basis_like(subspace: _subspace.Subspace, params: Any) -> Any:
-  """A copy of the basis for the leaves that the params have, sharded as they are.
+def basis_like(subspace: _subspace.Subspace, params: optax.Params) -> optax.Params:
+  """Copies the basis for the leaves that the params have, sharded as they are.
 
-  bfloat16 stays and all else is widened. Refuses the basis of other params.
+  bfloat16 stays, other dtypes are widened to at least float32. ValueError for other params' basis.
   """
   targets = jax.tree.leaves(params, is_leaf=_masks.is_masked)
-  # Trees that don't match have rows for no leaf.
+  # If the trees don't match, no leaf has rows.
   rows = _masks.leaves_like(subspace.basis, params) or [optax.MaskedNode()] * len(targets)
   pairs = [(r, p) for r, p in zip(rows, targets, strict=True) if not _masks.is_masked(p)]
   if any(_masks.is_masked(r) for r, _ in pairs):
@@ -99,18 +99,17 @@ def basis_like(subspace: _subspace.Subspace, params: Any) -> Any:
   return _boxes.unboxed(jax.tree.unflatten(jax.tree.structure(params), basis))
 
 
-def warn_of_long_rows(basis: Any, groups: _groups.SubspaceGroups) -> None:
-  """Warns of concrete rows longer than 1 within a group, as after a fit with other groups."""
+def warn_of_long_rows(basis: optax.Params, groups: _groups.SubspaceGroups) -> None:
+  """Warns if rows are longer than 1 within a group, as after a fit with other `groups`."""
   leaves = jax.tree.leaves(basis)
   if any(isinstance(x, jax.core.Tracer) for x in leaves) or not any(x.size for x in leaves):
     return
   squares = jnp.diagonal(_products(basis, basis, groups), axis1=1, axis2=2)
-  # Rounded to bfloat16 they may be longer than 1.
+  # Rounding to bfloat16 may make them longer than 1.
   if _placement.is_whole_here(squares) and (longest := np.sqrt(np.max(squares))) > 1.05:
     _warnings.warn(
       f"`{METHOD}` needs a basis of rows that are orthonormal within each group; got rows of length"
-      f" {longest:.3g}, of which training may diverge. A subspace that was fitted with `groups`"
-      " needs the same ones here.",
+      f" {longest:.3g}, with which training may diverge. Pass the `groups` of `fit_subspace`.",
       UserWarning,
     )
 
@@ -123,19 +122,19 @@ def refresh_subspace(
 ) -> optax.OptState:
   """Replaces the subspace in an optimizer state, on the host or under jit.
 
-  The residual momentum stays exactly the same; the quasi-Newton matrix starts over.
+  The residual momentum does not change; the quasi-Newton matrix starts from the identity.
 
   Args:
-    opt_state: the state of any chain with :func:`dim_reduce`; of several, all are renewed.
+    opt_state: the state of any chain with :func:`dim_reduce`. If it has several, all are renewed.
     subspace: the new subspace, of the same number of components. If it is not finite, the old one
       stays, and `notfinite_count` grows.
     groups: the argument `groups` of :func:`dim_reduce`.
 
   Returns:
-    The new optimizer state. Its other parts are not copied.
+    The new optimizer state, which shares all other arrays with the old one.
 
   Raises:
-    ValueError: there is no such state, or the subspace does not fit.
+    ValueError: the state has no :func:`dim_reduce`, or the subspace does not fit.
 
   Examples:
     >>> import jax.numpy as jnp, optax, optax_boost
@@ -150,11 +149,11 @@ def refresh_subspace(
   _subspace.check_subspace(subspace)
   _groups.check_groups(groups)
 
-  def is_state(node: Any) -> bool:
+  def is_state(node: _types.Tree) -> bool:
     return isinstance(node, DimReduceState)
 
-  def renewed(node: Any) -> Any:
-    if not is_state(node):
+  def renewed(node: _types.Tree) -> _types.Tree:
+    if not isinstance(node, DimReduceState):
       return node
     new_groups = _groups.find_groups(node.momentum, groups, "refresh_subspace")
     shape = (new_groups.number, subspace.components)
@@ -179,20 +178,22 @@ def refresh_subspace(
 
 
 @functools.partial(jax.jit, static_argnums=2)
-def _renew(state: DimReduceState, basis: Any, groups: _groups.SubspaceGroups) -> DimReduceState:
-  """The state with another basis, if it is finite: M <- M - P' q and q <- 0, for the old P."""
+def _renew(
+  state: DimReduceState, basis: optax.Params, groups: _groups.SubspaceGroups
+) -> DimReduceState:
+  """Replaces the basis if the new one is finite: M <- M - P' q and q <- 0 for the old basis P."""
   good = _finiteness.all_finite(basis)
-  taken = jnp.where(good, state.projected_momentum, 0)
-  inside = _linalg.combine(taken, state.basis, groups)
+  removed = jnp.where(good, state.projected_momentum, 0)
+  inside = _linalg.combine(removed, state.basis, groups)
 
-  def fresh(new: Any, old: Any) -> Any:
+  def fresh(new: jax.typing.ArrayLike, old: jax.Array) -> jax.Array:
     return jnp.where(good, new, old).astype(old.dtype)
 
   return state._replace(
     basis=_trees.map_leaves(lambda old, new: fresh(new, old), state.basis, basis),
     momentum=_trees.map_leaves(lambda m, x: m - x.astype(m.dtype), state.momentum, inside),
     projected_momentum=fresh(0, state.projected_momentum),
-    inverse_hessian=fresh(_quasi_newton.identities(state), state.inverse_hessian),
+    inverse_hessian=fresh(_linalg.identities(state.inverse_hessian), state.inverse_hessian),
     projected_gradient=fresh(0, state.projected_gradient),
     last_step=fresh(0, state.last_step),
     next_rho=fresh(1, state.next_rho),

@@ -1,4 +1,4 @@
-"""A subspace of the params: its type, its file, its place on devices."""
+"""A subspace of the params: its type, its file, and how it is sharded."""
 
 import os
 from typing import Any, NamedTuple
@@ -17,11 +17,11 @@ class Subspace(NamedTuple):
 
   Attributes:
     mean: a tree like the params, the mean of the snapshots in float32 (float64 for float64).
-    basis: a tree like the params with leaves ``[k, *leaf.shape]``: k rows, the one of the largest
+    basis: a tree like the params with leaves ``[k, *leaf.shape]``: k rows, that of the largest
       variance first, orthonormal over the whole tree, or over each group that was fitted.
-    explained_variance: [k], the variances along the rows, with m - 1 as divisor; of several groups
-      their sum. NaN if it is not known, as from MindSpore's file.
-    explained_variance_ratio: [k], the same as fractions of the snapshots' whole variance.
+    explained_variance: [k], the variances along the rows, with m - 1 as divisor, summed over
+      groups. NaN if it is not known, as from MindSpore's file.
+    explained_variance_ratio: [k], the variances over the whole variance of the snapshots.
 
   Examples:
     >>> import pathlib, tempfile, jax.numpy as jnp, optax_boost
@@ -40,7 +40,7 @@ class Subspace(NamedTuple):
 
   @property
   def components(self) -> int:
-    """How many dimensions the subspace has, k."""
+    """The dimension of the subspace, k."""
     return jnp.shape(self.explained_variance)[-1]
 
   def __repr__(self) -> str:
@@ -48,16 +48,16 @@ class Subspace(NamedTuple):
     return f"Subspace(components={self.components}, explained_variance_ratio={ratio})"
 
   def save(self, path: str | os.PathLike[str]) -> None:
-    """Writes the subspace to one npz file; a file that exists is replaced as a whole.
+    """Writes the subspace to one npz file; replaces an existing file as a whole.
 
-    bfloat16 is widened to float32. Arrays on several machines must be gathered first.
+    bfloat16 is widened to float32. Gather arrays on several machines first.
 
     Args:
       path: the file.
 
     Raises:
-      ValueError: the arrays' shapes don't fit each other, or this process holds a part of one only.
-      OSError: the file can't be written; an old one is unchanged.
+      ValueError: the arrays' shapes don't match, or this process holds only a part of an array.
+      OSError: the file can't be written; an existing file is unchanged.
     """
     check_subspace(self)
     arrays: dict[str, Any] = {}
@@ -77,10 +77,10 @@ class Subspace(NamedTuple):
     """Reads a file of :meth:`save`, or MindSpore's ``pca_mat``.
 
     Args:
-      path: the file; a ``.npy`` file with a matrix ``[k, n]`` is taken for MindSpore's, its columns
-        for the entries of the leaves of `like`, in order. It has no mean and no variances.
-      like: the params to which the subspace belongs, or abstract values of them: they give the tree
-        and, if they have a ``NamedSharding``, the devices.
+      path: the file. A ``.npy`` file must be MindSpore's matrix ``[k, n]``, whose columns are the
+        entries of the leaves of `like`, in order. It has no mean and no variances.
+      like: the params of the subspace, or their abstract values. They tell the tree and, if they
+        have a ``NamedSharding``, the devices.
 
     Returns:
       The subspace.
@@ -102,8 +102,7 @@ class Subspace(NamedTuple):
     except (ValueError, EOFError, zipfile.BadZipFile) as error:
       raise ValueError(
         f"`Subspace.load` needs a file of `Subspace.save` for the params `like`, or MindSpore's"
-        f" `pca_mat` as .npy; can't read '{os.fspath(path)}': {error}. Pass that model's params, or"
-        " fit and save it again."
+        f" `pca_mat` as .npy; can't read '{os.fspath(path)}': {error}. Pass its model's params."
       ) from error
     check_subspace(saved)
     return Subspace(
@@ -114,8 +113,8 @@ class Subspace(NamedTuple):
     )
 
 
-def _subspace_from_arrays(arrays: dict[str, np.ndarray], like: Any) -> Subspace:
-  """The subspace of a file of :meth:`Subspace.save`."""
+def _subspace_from_arrays(arrays: dict[str, np.ndarray], like: optax.Params) -> Subspace:
+  """The subspace in a file of :meth:`Subspace.save`."""
   variances: Any = arrays.get("explained_variance", np.zeros(0))
   basis = jax.tree.map(lambda x: jax.ShapeDtypeStruct((*variances.shape, *x.shape), x.dtype), like)
   expected = Subspace(like, basis, variances, variances)
@@ -131,8 +130,8 @@ def _subspace_from_arrays(arrays: dict[str, np.ndarray], like: Any) -> Subspace:
   return jax.tree.unflatten(jax.tree.structure(expected), [arrays[path] for path in paths])
 
 
-def _subspace_from_matrix(matrix: np.ndarray, like: Any) -> Subspace:
-  """The subspace of MindSpore's matrix ``[k, n]``."""
+def _subspace_from_matrix(matrix: np.ndarray, like: optax.Params) -> Subspace:
+  """The subspace in MindSpore's matrix ``[k, n]``."""
   leaves, structure = jax.tree.flatten(like)
   ends = np.cumsum([leaf.size for leaf in leaves])
   if matrix.ndim != 2 or matrix.shape[1] != ends[-1]:
@@ -147,8 +146,8 @@ def _subspace_from_matrix(matrix: np.ndarray, like: Any) -> Subspace:
   return Subspace(mean, jax.tree.unflatten(structure, rows), unknown, unknown)
 
 
-def check_subspace(value: Any) -> None:
-  """Checks the argument `subspace`: its type, dtypes, and one number of components."""
+def check_subspace(value: Subspace) -> None:
+  """Checks the argument `subspace`: its type, its dtypes and its number of components."""
   _checks.check_type("subspace", value, Subspace, "a Subspace, as `fit_subspace` returns it")
   shape = np.shape(value.explained_variance)
   for path, leaf in zip(_paths.leaf_paths(value), jax.tree.leaves(value), strict=True):
@@ -165,7 +164,7 @@ def check_subspace(value: Any) -> None:
 
 
 def placed(array: Any, like: Any, stacked: bool = True) -> jax.Array:
-  """An array, or a stack of k of them, sharded as `like` is, if `like` has a known sharding."""
+  """Shards an array as `like` is, if that is known; a stacked array has an axis more in front."""
   traced = isinstance(like, jax.core.Tracer)
   sharding = jax.typeof(like).sharding if traced else getattr(like, "sharding", None)
   if not isinstance(sharding, jax.sharding.NamedSharding) or not sharding.mesh.axis_names:
@@ -173,6 +172,6 @@ def placed(array: Any, like: Any, stacked: bool = True) -> jax.Array:
   spec = jax.sharding.PartitionSpec(*[None] * stacked, *sharding.spec)
   sharding = jax.sharding.NamedSharding(sharding.mesh, spec)
   if not traced:
-    # Before anything else, so that no device holds all of it.
+    # Not first put on one device, which might not hold all of it.
     return _placement.put(array, sharding)
   return _placement.place_by(jnp.asarray(array), sharding)

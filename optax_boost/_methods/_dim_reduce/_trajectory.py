@@ -8,7 +8,7 @@ With every=2 and capacity=3, and params that are the number of their step:
 
   step           0   1   2   3   4   5   6   7
   snapshot       0       1       2       3
-  row            0       1       2       0       so after step 7 the ring holds 6, 2, 4
+  row            0       1       2       0       After step 7 the ring holds 6, 2, 4.
 
   >>> tx = record_trajectory(every=2, capacity=3)
   >>> state = tx.init(jnp.zeros([]))
@@ -35,6 +35,7 @@ from optax_boost._foundation import (
   _placement,
   _tree_checks,
   _trees,
+  _types,
 )
 from optax_boost._methods._dim_reduce import _boxes
 
@@ -49,14 +50,14 @@ class TrajectoryState(NamedTuple):
     snapshots: a tree like the params with leaves ``[capacity, *leaf.shape]``: a ring, in which
       snapshot number i lies at ``i % capacity``. :func:`snapshots` reads it in order.
     count: scalar int32, the number of steps made.
-    snapshot_count: scalar int32, the snapshots taken so far, those since overwritten included.
+    snapshot_count: scalar int32, the number of snapshots taken, also those overwritten since.
     notfinite_count: scalar int32, the snapshots not taken because the params were not finite.
   """
 
   snapshots: optax.Params
-  count: jax.Array  # type: ignore[assignment]  # hides the method of tuples
-  snapshot_count: jax.Array
-  notfinite_count: jax.Array
+  count: _types.IntScalar  # type: ignore[assignment]  # hides the method of tuples
+  snapshot_count: _types.IntScalar
+  notfinite_count: _types.IntScalar
 
 
 def record_trajectory(
@@ -64,24 +65,23 @@ def record_trajectory(
   capacity: int,
   dtype: jax.typing.DTypeLike | None = None,
   *,
-  axis_name: str | tuple[str, ...] | None = None,
+  axis_name: _types.AxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
   """Keeps every n-th snapshot of the params and leaves the updates as they are.
 
-  Snapshots are taken of the params from which the steps 0, `every`, 2 `every`, ... start; the last
-  `capacity` are kept. Its place in a chain does not matter. Params that are not finite are not
-  taken, but counted. The state must be donated (``make_train_step`` does), or every step copies all
-  snapshots.
+  It takes snapshots of the params before the steps 0, `every`, 2 `every`, ... and keeps the last
+  `capacity`. Its place in a chain does not matter. Params that are not finite are counted, but not
+  taken. Donate the state, as ``make_train_step`` does, or every step copies all snapshots.
 
   Args:
     every: steps from one snapshot to the next. Raising it covers more of the training. DLDR takes
       one or two snapshots per epoch.
-    capacity: the number of snapshots kept, each as large as the params; 2 k or more for a subspace
-      of k dimensions. Static.
-    dtype: a floating dtype to store snapshots in. bfloat16 halves the memory, and loses changes of
-      a weight beyond its first 3 digits. None: the params' own.
-    axis_name: inside ``shard_map``, the mesh axes over which the params are sharded, so that all
-      devices take a snapshot or none does. Not needed under ``jit``.
+    capacity: the number of snapshots kept, each as large as the params. A subspace of k dimensions
+      needs 2 k or more. Static.
+    dtype: a floating dtype in which snapshots are stored. bfloat16 halves the memory, and loses
+      changes of a weight beyond its first 3 digits. None: the dtype of the params.
+    axis_name: inside ``shard_map``, the mesh axes over which the params are sharded: either all of
+      their devices take a snapshot or none does. Not needed under ``jit``.
 
   Returns:
     An :class:`optax.GradientTransformationExtraArgs` that needs `params`.
@@ -107,7 +107,7 @@ def record_trajectory(
   _mesh_axes.check_axis_name("axis_name", axis_name)
 
   def init(params: optax.Params) -> TrajectoryState:
-    def ring(p: Any) -> jax.Array:
+    def ring(p: jax.Array) -> jax.Array:
       # A broadcast keeps the sharding of the leaf, which `jnp.zeros` of a shape would not know.
       return jnp.broadcast_to(jnp.zeros_like(p, dtype=dtype), (capacity, *jnp.shape(p)))
 
@@ -118,17 +118,20 @@ def record_trajectory(
       notfinite_count=jnp.zeros([], jnp.int32),
     )
 
-  def step(updates: optax.Updates, state: Any, params: Any) -> tuple[Any, TrajectoryState]:
+  def step(
+    updates: optax.Updates, state: TrajectoryState, params: optax.Params
+  ) -> tuple[optax.Updates, TrajectoryState]:
     if lengths := {len(ring) for ring in jax.tree.leaves(state.snapshots)} - {capacity}:
       raise ValueError(
-        f"`{_METHOD}` needs the state that has room for `capacity` snapshots, {capacity}; got one"
-        f" for {lengths.pop()}. Pass the `capacity` of the run that made it."
+        f"`{_METHOD}` needs a state with room for `capacity` snapshots, {capacity}; got one for"
+        f" {lengths.pop()}. Pass the `capacity` of the run that made it."
       )
     # A leaf of another shape could broadcast into the ring.
-    kept = [ring.shape[1:] for ring in jax.tree.leaves(state.snapshots)]
-    _state_check.check_shapes(_METHOD, kept, list(map(jnp.shape, jax.tree.leaves(params))))
+    state_shapes = [ring.shape[1:] for ring in jax.tree.leaves(state.snapshots)]
+    shapes = list(map(jnp.shape, jax.tree.leaves(params)))
+    _state_check.check_shapes(_METHOD, state_shapes, shapes)
 
-    def taken() -> TrajectoryState:
+    def take_snapshot() -> TrajectoryState:
       good = _mesh_axes.on_all_devices(_finiteness.all_finite(params), axis_name, _METHOD)
       slot = state.snapshot_count % capacity
 
@@ -144,17 +147,17 @@ def record_trajectory(
         notfinite_count=_arrays.increment_if(~good, state.notfinite_count),
       )
 
-    # Only the rings pass through the branches, written in place where they are donated.
-    state = _conditionals.cond(state.count % every == 0, taken, lambda: state)
+    # Donated rings pass through the branches and are written in place.
+    state = _conditionals.cond(state.count % every == 0, take_snapshot, lambda: state)
     return updates, state._replace(count=optax.safe_increment(state.count))
 
   return _transformation.transformation(_METHOD, TrajectoryState, init, step, needs_params=True)
 
 
 def _place_ring(ring: jax.Array, snapshot: jax.Array) -> jax.Array:
-  """A ring of snapshots, sharded on an Explicit mesh as the next snapshot is if not sharded yet.
+  """Shards a ring on a mesh with Explicit axes as the next snapshot, if it has no sharding yet.
 
-  A state restored without shardings is not; an unsharded array takes no slice that is sharded.
+  A ring that was restored without its sharding could not take a snapshot that is sharded.
   """
   sharding = jax.typeof(snapshot).sharding
   if any(jax.typeof(ring).sharding.spec) or not any(sharding.spec):
@@ -171,14 +174,14 @@ def snapshots(opt_state: optax.OptState) -> optax.Params:
   """The snapshots in an optimizer state, the oldest first.
 
   Args:
-    opt_state: the state of any chain with one :func:`record_trajectory`. Its values must be
-      known: under ``jit`` pass the state itself to :func:`fit_subspace`.
+    opt_state: the state of any chain with one :func:`record_trajectory`. Not under ``jit``: there,
+      pass the state itself to :func:`fit_subspace`.
 
   Returns:
-    A tree like the params with leaves ``[m, *leaf.shape]``, in the dtype of their storage.
+    A tree like the params with leaves ``[m, *leaf.shape]``, in the dtype in which they are stored.
 
   Raises:
-    ValueError: no snapshot was taken yet, or the state is a population's.
+    ValueError: no snapshot was taken yet, or the state has the axis of a population.
     TypeError: the state is traced.
 
   Examples:
@@ -196,22 +199,22 @@ def snapshots(opt_state: optax.OptState) -> optax.Params:
       "`snapshots` needs a state whose values are known; got a traced one. Under `jit`, pass the"
       " state itself to `fit_subspace`."
     )
-  taken = int(state.snapshot_count)
-  if not taken:
+  count = int(state.snapshot_count)
+  if not count:
     raise ValueError(
-      "`snapshots` needs a state that has recorded something; got one after"
+      "`snapshots` needs a state that has recorded a snapshot; got one after"
       f" {int(state.count)} steps with {int(state.notfinite_count)} snapshots that were not finite."
       " Make a step first."
     )
 
   return jax.tree.map(
-    lambda ring: ring[:taken] if taken <= len(ring) else jnp.roll(ring, -(taken % len(ring)), 0),
+    lambda ring: ring[:count] if count <= len(ring) else jnp.roll(ring, -(count % len(ring)), 0),
     state.snapshots,
   )
 
 
 def one_trajectory(opt_state: optax.OptState, function: str) -> TrajectoryState:
-  """The one ``TrajectoryState`` of an optimizer state; refuses the state of a population."""
+  """The only ``TrajectoryState`` of an optimizer state; ValueError if it is of a population."""
   states = _trees.find_states(opt_state, TrajectoryState)
   if len(states) != 1:
     structure = str(jax.tree.structure(opt_state))

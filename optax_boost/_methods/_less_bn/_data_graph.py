@@ -1,4 +1,4 @@
-"""The path of the data through a traced model, as a graph without params.
+"""The operations on the data in a traced model, as a graph without params.
 
 Nodes are numbered in the order of the program, so every node's inputs have smaller numbers:
 
@@ -6,9 +6,8 @@ Nodes are numbered in the order of the program, so every node's inputs have smal
                ``_trace._leaf_uses``
   inputs(n)    the nodes that n is computed from; values of params or constants alone don't count
   ancestors(n) all nodes that lead to n, as the bits of an integer
-  gate(n)      the last node through which all of the data goes that reaches n: n's immediate
-               dominator. Where a residual block ends in n = a + b, its gate is where the two
-               paths parted.
+  gate(n)      the last node that all paths from the data to n pass: n's immediate dominator. If a
+               residual block ends in n = a + b, its two paths part at gate(n).
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +16,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from optax_boost._foundation import _paths
+from optax_boost._foundation import _paths, _types
 from optax_boost._trace import _jaxpr
 
 _MARK = "optax_boost.norm:"
@@ -26,7 +25,7 @@ _WINDOWS = ("cumsum", "cummax", "cumprod", "sort", "rev", "reduce_window")
 
 
 def mark_norm(x: jax.Array, path: str) -> jax.Array:
-  """Marks a normalization in a trace of the model, by a name that :class:`Node` records."""
+  """Marks a normalization, so that its node in the graph has the kind "norm" and the path."""
   return checkpoint_name(x, _MARK + path)
 
 
@@ -58,11 +57,11 @@ class DataGraph:
       self.gate[n] = gate
 
   def has_weights(self, n: int) -> bool:
-    """Whether a node brings data and weights together: a convolution or a matrix product."""
+    """Whether a node multiplies data by weights: a convolution or a matrix product."""
     return self.nodes[n].kind in _WEIGHTS and len(self.nodes[n].inputs) == 1
 
   def between(self, start: int, end: int) -> list[int]:
-    """The nodes after `start` on the paths from `start` to `end`, with `end`."""
+    """The nodes on the paths from `start` to `end`, without `start` and with `end`."""
     inside = self.ancestors[end] | 1 << end
     return [n for n in range(start + 1, end + 1) if inside >> n & 1 and self.leads_to(start, n)]
 
@@ -71,7 +70,7 @@ class DataGraph:
     return bool(self.ancestors[end] >> start & 1)
 
   def source(self, n: int) -> int:
-    """The node whose value becomes a node's input by biases, activations and casts alone."""
+    """Follows the input of a node back through biases, activations and casts."""
     current = self.nodes[n].inputs[0]
     while current:
       gate = self.gate[current]
@@ -88,11 +87,15 @@ class DataGraph:
 
 
 def trace_data_graphs(
-  apply: Callable[..., Any], params: Any, state: Any, args: tuple[Any, ...], kwargs: Any
+  apply: Callable[..., Any],
+  params: _types.Params,
+  state: _types.ModelState,
+  args: tuple[Any, ...],
+  kwargs: dict[str, Any],
 ) -> list[DataGraph]:
-  """Traces ``apply(params, state, *args, **kwargs)`` and follows each array among its inputs.
+  """Traces ``apply(params, state, *args, **kwargs)``: a graph for each array in args and kwargs.
 
-  Everything may be abstract; inputs that are not arrays (flags, strings) are passed on unchanged.
+  Arrays may be abstract; inputs that are not arrays (flags, strings) are passed unchanged.
   """
   call, arrays = on_arrays(apply, args, kwargs)
   closed = jax.make_jaxpr(call)((params, state), *arrays)
@@ -101,15 +104,15 @@ def trace_data_graphs(
   return [_follow(closed, paths, first + i) for i in range(len(arrays))]
 
 
-def is_abstract(leaf: Any) -> bool:
+def is_abstract(leaf: _types.Unchecked) -> bool:
   """Whether an input of a model is an array or the abstract value of one."""
   return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
 
 
 def on_arrays(
-  function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
+  function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Callable[..., Any], list[Any]]:
-  """Returns ``function(*first, *args, **kwargs)`` as one of `first` and arrays, and the arrays."""
+  """A function ``call(first, *arrays)`` for the arrays in `args` and `kwargs`, and these arrays."""
   leaves, structure = jax.tree.flatten((args, kwargs))
   arrays = {i: leaf for i, leaf in enumerate(leaves) if is_abstract(leaf)}
 
@@ -122,26 +125,26 @@ def on_arrays(
 
 
 class _Value(NamedTuple):
-  """A value of the trace: a node, or a value computed from these params alone."""
+  """A value of the trace: a node of the graph, or what is computed from these params alone."""
 
   node: int | None = None
   params: tuple[str, ...] = ()
 
 
 class _Follower(_jaxpr.Interpreter[_Value]):
-  """Records the operations on data; one turn of a loop shows all of its operations."""
+  """Records the operations on data; of a loop, the operations of one turn."""
 
   def __init__(self, nodes: list[Node]):
     self._nodes = nodes
 
-  def constant(self, value: Any) -> _Value:
+  def constant(self, value: _types.Unchecked) -> _Value:
     return _Value()
 
   def join(self, values: Sequence[_Value]) -> _Value:
     shapes = [self._nodes[v.node].shape for v in values if v.node is not None]
     return self._note("cond", values, shapes[0] if shapes else ())
 
-  def operation(self, equation: Any, inputs: list[_Value]) -> list[_Value]:
+  def operation(self, equation: _types.Equation, inputs: list[_Value]) -> list[_Value]:
     kind, path = equation.primitive.name, ""
     if kind == "name" and equation.params["name"].startswith(_MARK):
       kind, path = "norm", equation.params["name"].removeprefix(_MARK)
@@ -160,7 +163,8 @@ class _Follower(_jaxpr.Interpreter[_Value]):
     return _Value(len(self._nodes) - 1)
 
 
-def _follow(closed: Any, paths: Sequence[str], data: int) -> DataGraph:
+def _follow(closed: _types.Jaxpr, paths: Sequence[str], data: int) -> DataGraph:
+  """The graph of input number `data` of a program whose first inputs are the params `paths`."""
   values = [_Value(params=(path,)) for path in paths]
   values += [_Value()] * (len(closed.jaxpr.invars) - len(paths))
   values[data] = _Value(0)

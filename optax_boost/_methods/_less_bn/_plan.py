@@ -1,7 +1,8 @@
 """Decides which BatchNorms are removed.
 
-A residual addition is an ``a + b`` whose two operands stem from one earlier value. Of its two
-sides, the one with more layers is the branch; a side with at most one layer is the shortcut.
+A residual block ends in an addition ``a + b`` whose two operands are computed from one earlier
+value. Of its two sides, the one with more layers is the branch; the other one is the shortcut if it
+has at most one layer.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -25,8 +26,8 @@ class NormPlace(NamedTuple):
     path: the path of its module.
     role: ``"inner"``: in a residual branch, with another BatchNorm after it; ``"last"``: the last
       of its branch; ``"shortcut"``; ``"outside"``: in no residual block (the stem).
-    layers: how many layers with weights its branch has next to a BatchNorm: 2 in a basic block, 3
-      in a bottleneck block. A gate's layers (squeeze and excitation) do not count.
+    layers: how many layers with weights in its branch have a BatchNorm directly before or after
+      them: 2 in a basic block, 3 in a bottleneck block. Layers of squeeze and excitation have none.
   """
 
   path: str
@@ -38,7 +39,7 @@ Predicate: TypeAlias = Callable[[NormPlace], bool]
 
 
 class Trace(NamedTuple):
-  """A traced model: the graph of each of its inputs, and paths of its modules."""
+  """A traced model: the graph of each input, and the paths of its BatchNorms and dense layers."""
 
   graphs: list[_data_graph.DataGraph]
   norms: list[str]
@@ -70,7 +71,7 @@ def make_plan(
   predicate: Predicate | None,
   on_plan: PlanCallback | None,
 ) -> Plan:
-  """Checks the arguments of a public function and makes its plan from a trace of the model."""
+  """Checks the arguments of ``less_bn`` and makes its plan from a trace of the model."""
   _checks.check_bool("fn_flag", fn_flag)
   _checks.check_callable(
     "predicate", predicate, "predicate(place: NormPlace) -> bool", optional=True
@@ -113,7 +114,7 @@ def _is_removed_by_default(place: NormPlace) -> bool:
 
 
 def _find_places(graphs: Sequence[_data_graph.DataGraph]) -> dict[str, NormPlace]:
-  """The place of each BatchNorm over all inputs; a shared one is removed if each use would be."""
+  """The place of each BatchNorm, by path. A shared one is only "inner" if all of its uses are."""
   places: dict[str, NormPlace] = {}
   for graph in graphs:
     in_graph: dict[str, NormPlace] = {}
@@ -129,7 +130,7 @@ def _find_places(graphs: Sequence[_data_graph.DataGraph]) -> dict[str, NormPlace
 
 
 def _places_in_blocks(graph: _data_graph.DataGraph) -> dict[int, NormPlace]:
-  """The place of each BatchNorm in the innermost block around it, by the BatchNorm's node."""
+  """The place of each BatchNorm in the innermost residual block around it, by its node."""
   outside = {n: NormPlace(graph.nodes[n].path, "outside") for n in graph.norms}
   places = {n: (math.inf, place) for n, place in outside.items()}
   for end, node in enumerate(graph.nodes):
