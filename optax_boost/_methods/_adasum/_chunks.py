@@ -23,7 +23,7 @@ class Layout(NamedTuple):
 
   leaves: tuple[int, ...]  # indices among all leaves
   shapes: tuple[tuple[int, ...], ...]
-  starts: tuple[int, ...]  # of the leaves in the vector
+  starts: tuple[int, ...]  # where each leaf starts in the vector
   dtype: _types.Dtype
   chunk: int  # M, the entries that one device owns
   block: int  # B, the columns of a block

@@ -167,7 +167,7 @@ def _pass(
 
 def _mean_nearby(x: jax.Array, axes: tuple[str, ...], size: int) -> jax.Array:
   """The mean of ``x`` over the devices of `axes`; each device gets a slice of the first axis."""
-  # Dividing first keeps large gradients from overflowing. In float16 small ones would underflow.
+  # Divided first, or large gradients would overflow; in float16 small ones would then underflow.
   divides_first = jnp.finfo(x.dtype).maxexp >= jnp.finfo(jnp.float32).maxexp
   summed = jax.lax.psum_scatter(x / size if divides_first else x, axes, scatter_dimension=0)
   return summed if divides_first else summed / size
@@ -177,10 +177,10 @@ def _gather(chunk: jax.Array, axes: tuple[str, ...]) -> jax.Array:
   """Concatenates the chunks of all devices, on each device."""
   if not _mesh_axes.varying_axes(jax.typeof(chunk)):
     return jax.lax.all_gather(chunk, axes, tiled=True)
-  # `shard_map` tracks which arrays differ between devices; the result is the same on all.
+  # `shard_map` must know that the result is the same on all devices.
   if "to" in inspect.signature(jax.lax.all_gather).parameters:
     return jax.lax.all_gather(chunk, axes, tiled=True, to="invarying")
-  # XLA 27: before JAX 0.10 only a sum can tell it that. The sum moves twice the bytes.
+  # XLA 27: before JAX 0.10 only a sum tells `shard_map` so. It moves twice the bytes.
   devices, owner = jax.lax.axis_size(axes), jax.lax.axis_index(axes)
   alone = jnp.where(jnp.arange(devices)[:, None] == owner, chunk, 0)
   return jax.lax.psum(alone.ravel(), axes)

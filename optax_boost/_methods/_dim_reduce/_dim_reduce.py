@@ -292,7 +292,7 @@ class _DimReduce:
     if self.rescales:
       # The distance that the params moved, which changed the gradient.
       step = quasi.scale * _project(state, changes, groups)
-    learned: dict[str, Any] = self._learn(
+    learned: dict[str, _types.OptState] = self._learn(
       state, quasi, search, step, _arrays.sum_squares_of_tree(updates)
     )
     learned |= {"projected_momentum": q, "inner_state": inner_state}

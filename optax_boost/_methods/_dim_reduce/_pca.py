@@ -80,7 +80,7 @@ class Centred:
       good = used & finite
       if not self._good:
         # Snapshots differ little, so their distances to the first one are small and exact, and the
-        # mean of the distances has a small rounding error. The mean of the snapshots has not.
+        # mean of the distances too. The mean of the snapshots would be rounded to their size.
         self._origin = _first_row(rows, good)
         total = zero = jax.tree.map(jnp.zeros_like, self._origin)
       distances = _distances(rows, good, self._origin, zero)

@@ -77,7 +77,7 @@ def bfgs_update(
 
 
 class Direction(NamedTuple):
-  """A step in the subspace of G groups, before its length is positive."""
+  """A step in the subspace of G groups, before its length is known."""
 
   gradient: jax.Array  # g_k, [G, k]
   inverse_hessian: jax.Array  # B, updated, [G, k, k]

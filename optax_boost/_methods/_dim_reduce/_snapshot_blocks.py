@@ -37,7 +37,7 @@ Block: TypeAlias = tuple[optax.Params, np.ndarray | jax.Array]
 
 
 def read(snapshots: Any, size: int) -> tuple[Iterable[Block], optax.Params]:
-  """Blocks of snapshots, and one snapshot. Of an iterable, `size` snapshots are one block."""
+  """Blocks of snapshots, and one snapshot. A streamed iterable has `size` snapshots in a block."""
   if isinstance(snapshots, Iterator):
     snapshots = list(snapshots)
   if _trees.find_states(snapshots, _trajectory.TrajectoryState):
@@ -71,7 +71,7 @@ def read(snapshots: Any, size: int) -> tuple[Iterable[Block], optax.Params]:
 
 
 def _is_state(node: _types.Tree) -> bool:
-  """Whether a node is a state of optax or of this package; ``MaskedNode`` is none."""
+  """Whether a node is a state of optax or of this package; ``MaskedNode`` doesn't count."""
   package = type(node).__module__.partition(".")[0]
   state = isinstance(node, tuple) and package in ("optax", "optax_boost")
   return state and not _masks.is_masked(node)

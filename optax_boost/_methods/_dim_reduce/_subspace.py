@@ -142,7 +142,7 @@ def _subspace_from_matrix(matrix: np.ndarray, like: optax.Params) -> Subspace:
   columns = np.split(matrix.astype(np.float32), ends[:-1], axis=1)
   rows = [x.reshape(-1, *leaf.shape) for x, leaf in zip(columns, leaves, strict=True)]
   mean = jax.tree.map(lambda leaf: np.zeros(leaf.shape, np.float32), like)
-  unknown: Any = np.full(len(matrix), np.nan, np.float32)
+  unknown = jnp.full(len(matrix), np.nan, np.float32)
   return Subspace(mean, jax.tree.unflatten(structure, rows), unknown, unknown)
 
 
@@ -163,7 +163,7 @@ def check_subspace(value: Subspace) -> None:
       )
 
 
-def placed(array: Any, like: Any, stacked: bool = True) -> jax.Array:
+def placed(array: jax.typing.ArrayLike, like: jax.Array, stacked: bool = True) -> jax.Array:
   """Shards an array as `like` is, if that is known; a stacked array has an axis more in front."""
   traced = isinstance(like, jax.core.Tracer)
   sharding = jax.typeof(like).sharding if traced else getattr(like, "sharding", None)

@@ -112,7 +112,7 @@ def is_abstract(leaf: _types.Unchecked) -> bool:
 def on_arrays(
   function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Callable[..., Any], list[Any]]:
-  """A function ``call(first, *arrays)`` for the arrays in `args` and `kwargs`, and these arrays."""
+  """Returns ``call(first, *arrays)``, which calls the function, and the arrays in its arguments."""
   leaves, structure = jax.tree.flatten((args, kwargs))
   arrays = {i: leaf for i, leaf in enumerate(leaves) if is_abstract(leaf)}
 
@@ -132,7 +132,7 @@ class _Value(NamedTuple):
 
 
 class _Follower(_jaxpr.Interpreter[_Value]):
-  """Records the operations on data; of a loop, the operations of one turn."""
+  """Records the operations on data. A loop is recorded as one turn."""
 
   def __init__(self, nodes: list[Node]):
     self._nodes = nodes

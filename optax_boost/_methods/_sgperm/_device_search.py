@@ -9,14 +9,14 @@ number t, so a step takes as many turns as the largest subset has entries.
   W        words of 32 bits that hold a set of entries of a lane: entry 32 w + b is bit b of word w
   base     (P, 1), the row in which a lane starts; its other entries are in the rows after it
 
-An entry is *live* until it was moved or its turn passed. Three things change from turn to turn:
+An entry is *live* until it was moved or its turn passed. These change from turn to turn:
 
 - Two sets of bits in each lane hold the live entries that want to increase, `up`, and to decrease,
   `down`. The nearest live entry above i is the lowest bit that is left when all bits up to i are
   cleared: a few instructions for 32 entries, with no loop.
-- A doubly linked list, `above` and `below`, joins the live entries of each vector. Entries that go
-  out keep their links as they were. So the links of the entries of a cycle point along it.
-- `donor` holds the entry whose weight is received, if that is not the one in the link.
+- A doubly linked list, `above` and `below`, joins the live entries of each vector. Entries that
+  leave it keep their links. So the links of the entries of a cycle point along it.
+- `donor` holds the entry whose weight an entry receives, if that is not the entry in its link.
 
 A worked example, a single lane with epsilon 2.5; a negative recommendation m wants its weight to
 increase:
@@ -25,14 +25,14 @@ increase:
   weight    1     2     3     4     5     6        up    001011   (entry 0 is the last bit)
   m        -3    -1    +2    -4    +5    +1        down  110100
 
-Sources go by falling |m|, of equal ones the last first: 4, 3, 0, 2, 5, 1.
+Sources are tried by falling |m|, of equal ones the last first: 4, 3, 0, 2, 5, 1.
 
   turn 0   Source 4 wants to decrease. The nearest live entry of `up` below it is 3, at a distance
            of 1: the two change places. Both leave, and the links join 2 and 5.
   turn 1   Source 3 is no longer live.
   turn 2   Source 0 wants to increase. The nearest live entry of `down` above it is 2, at a distance
-           of 2; entry 1, live and between them, goes along. In the cycle 0, 1, 2 each receives the
-           weight of the next, as `above` says, and 2 that of 0, as `donor` says.
+           of 2; entry 1, live and between them, joins. In the cycle 0, 1, 2 an entry receives the
+           weight of the next, as `above` says, and 2 receives that of 0, as `donor` says.
   turn 3   Source 2 is no longer live.
   turn 4   Source 5 finds no live entry of `up` below it: it leaves, and keeps its weight.
 
@@ -47,16 +47,16 @@ This is the closed form of the search, which holds if the weights between the en
   >>> received([1, 2, 3, 4, 5, 6], [-3, -1, 2, -4, 5, 1])
   [1, 2, 0, 4, 3, 5]
 
-With equal weights the path may wind, since an entry that wants to decrease cannot step to an equal
-weight. Then the published depth-first search runs, in a loop within the turn, for the lanes that
-need it: see :class:`_Walk`. Here source 2 cannot step to entry 1; from entry 0 the search goes to
-entry 1 first, finds no way on, returns, and closes the cycle of 2 and 0:
+With equal weights the path may turn back, since an entry that wants to decrease cannot receive an
+equal weight. For lanes with such a path the published depth-first search runs, in a loop within the
+turn: see :class:`_Walk`. Here source 2 cannot step to entry 1; from entry 0 the search goes to
+entry 1 first, is stuck there, returns, and closes the cycle of 2 and 0:
 
   >>> received([1, 2, 2], [-1, 1, 2])
   [2, 1, 0]
 
-Shapes depend on the smallest and the largest size that a subset may ever have, not on its size in
-this step, so nothing is compiled again while lamda grows.
+Shapes depend on the smallest and the largest size that a subset has in any step, not on its size
+in this step, so nothing is compiled again while lamda grows.
 """
 
 import functools
@@ -67,21 +67,22 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from optax_boost._foundation import _arrays
+from optax_boost._foundation import _arrays, _types
 from optax_boost._methods._sgperm import _host_search, _sorting
 
-# The words of a vector in all lanes that are not worth a second search; and the most searches.
+# One search serves all sizes of subsets if all lanes of a vector have at most `_FEW_WORDS` words.
+# Otherwise up to `_BANDS` searches share the sizes.
 _FEW_WORDS, _BANDS = 64, 4
 
 
 @functools.partial(jax.jit, static_argnames=("sizes", "remainder"))
 def permute(work: _host_search.Work, *, sizes: tuple[int, int], remainder: bool) -> jax.Array:
-  """One exact step: (n, m) int32, for each position the one whose weight it receives.
+  """One exact step: (n, m) int32, for each position that of the weight it receives.
 
   `sizes`: the least and the largest size that a subset has in any step. `remainder`: whether the
-  subset that reaches the end of a vector takes part.
+  last subset of a vector, which may be smaller, takes part.
   """
-  # Sets (W, P, m) are combined with flags (P, m). Users who forbid that mean their own arrays.
+  # Sets (W, P, m) are combined with flags (P, m), even if the user forbids rank promotion.
   with jax.numpy_rank_promotion("allow"):
     return _permute(work, sizes, remainder)
 
@@ -94,7 +95,7 @@ def _permute(work: _host_search.Work, sizes: tuple[int, int], remainder: bool) -
   recommended = _sorting.gather(work.momentum, position)
   subset = jnp.arange(n, dtype=jnp.int32) // size
   subsets = -(-n // size)
-  # The negation makes NaN idle.
+  # NaN counts as idle.
   idle = jnp.logical_not(jnp.abs(recommended) > 0)
   if not remainder:
     idle |= ((subsets > 1) & (subset == subsets - 1))[:, None]
@@ -109,7 +110,7 @@ def _permute(work: _host_search.Work, sizes: tuple[int, int], remainder: bool) -
 
   edges = _edges(n, *sizes)
   bands = [functools.partial(search, *band) for band in itertools.pairwise(edges)]
-  # The dtype of the sizes: a list without entries would be of floats.
+  # With a dtype, since a list without entries would be of floats.
   band = jnp.searchsorted(jnp.array(edges[1:-1], size.dtype), size)
   received = jax.lax.switch(band, bands)
   source = _sorting.gather(position, received)
@@ -119,8 +120,8 @@ def _permute(work: _host_search.Work, sizes: tuple[int, int], remainder: bool) -
 def _edges(n: int, least: int, most: int) -> list[int]:
   """Cuts the sizes of subsets into bands, each of which has a search of its own shapes.
 
-  Small subsets need many lanes, and large ones many words: the shapes for both take several times
-  as long.
+  Small subsets need many lanes, and large ones many words; shapes with both take several times as
+  long.
   """
   small = -(-n // least) * -(-most // 32) <= _FEW_WORDS
   bands = 1 if small else min(_BANDS, max(1, math.ceil(math.log(most / least, 1.5))))
@@ -128,13 +129,13 @@ def _edges(n: int, least: int, most: int) -> list[int]:
 
 
 def _by_subset_and_weight(weights: jax.Array, order: jax.Array, size: jax.Array) -> jax.Array:
-  """Positions, subset after subset, each by rising weight; equal weights in the subset's order."""
+  """Positions by subset, then by rising weight; equal weights keep the order of the shuffle."""
   whole = size == len(weights)
   if order.ndim == 1:
     label = jnp.where(whole, 0, _sorting.inverse(order) // size)
     return _sorting.argsort(weights)[_sorting.within_groups(label, jnp.arange(len(weights)))]
   rows = jax.lax.broadcasted_iota(jnp.int32, weights.shape, 0)
-  # A single subset is in natural order.
+  # A single subset is not shuffled.
   order = jnp.where(whole, rows, order)
   place = _sorting.argsort(_sorting.gather(weights, order))
   index = _sorting.within_groups(place // size, rows)
@@ -142,12 +143,12 @@ def _by_subset_and_weight(weights: jax.Array, order: jax.Array, size: jax.Array)
 
 
 def _ranges(weights: jax.Array) -> jax.Array:
-  """The value range of each vector, rounded to the dtype of the weights; no step changes it."""
+  """The largest minus the smallest weight of each vector, rounded to the dtype of the weights."""
   spread = jnp.max(weights, axis=0) - jnp.min(weights, axis=0)
   return _rounded(spread, weights.dtype)
 
 
-def _rounded(x: jax.Array, dtype: Any) -> jax.Array:
+def _rounded(x: jax.Array, dtype: _types.Dtype) -> jax.Array:
   """Rounds to a dtype. XLA may leave out a cast to the dtype and back (XLA 18)."""
   info: Any = jnp.finfo(dtype)
   return jax.lax.reduce_precision(x, int(info.nexp), int(info.nmant))
@@ -161,7 +162,7 @@ def _by_falling_size(sizes: jax.Array, subset: jax.Array, lanes: int) -> jax.Arr
 
 
 def _gather(x: jax.Array, index: jax.Array) -> jax.Array:
-  """x[index] in each column; out of bounds the nearest entry."""
+  """x[index] in each column; an index out of bounds reads the nearest entry."""
   return jnp.take_along_axis(x, index, axis=0, mode="clip")
 
 
@@ -179,12 +180,12 @@ def _less(x: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def _any_member(members: jax.Array) -> jax.Array:
-  """Whether a set (W, P, m) has members: (P, m)."""
+  """Whether each set of (W, P, m) has members: (P, m)."""
   return jnp.any(members != 0, axis=0)
 
 
 def _nearest(members: jax.Array, up: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """Whether a set has members, and the lowest of them (if `up`) or the highest; 0 if it has none.
+  """Whether a set has members, and its lowest (if `up`) or highest member; 0 if it has none.
 
   With one word, and entries 2, 4 and 5 in the set:
 
@@ -210,27 +211,27 @@ class _Carry(NamedTuple):
   down: jax.Array  # (W, P, m), the live entries that want to decrease
   above: jax.Array  # (n, m), for each live entry the next live one
   below: jax.Array  # (n, m), for each live entry the live one before it
-  donor: jax.Array  # (n, m), the entry whose weight is received; -1: the one in the link
-  parent: jax.Array  # (n, m), for each entry on a path of a depth-first search the one before it
+  donor: jax.Array  # (n, m), the entry whose weight is received; -1: the entry in the link
+  parent: jax.Array  # (n, m), for each entry on a path of a depth-first search the entry before it
 
 
 class _Walk(NamedTuple):
-  """A depth-first search under way, in the lanes that need one.
+  """The state of a depth-first search, in the lanes that need one.
 
-  An entry is taken out of the linked list as the path reaches it, and put back as the path leaves
-  it again. That happens in reverse order, so the two neighbours that its links name are then
-  neighbours, and can be linked to it again.
+  An entry leaves the linked list when the path reaches it, and returns when the path goes back.
+  Entries return in reverse order, so the two neighbours in its links are then neighbours of each
+  other, and can be linked to it again.
   """
 
   carry: _Carry
   searching: jax.Array  # (P, m), whether the lane's search goes on
   entry: jax.Array  # (P, m), the last entry of the path
   visited: jax.Array  # (W, P, m), the entries that the search has reached
-  path: jax.Array  # (W, P, m), the entries of the path
+  path: jax.Array  # (W, P, m), the entries on the path
 
 
 class _Search:
-  """The cycle search of all lanes."""
+  """The search for cycles in all lanes."""
 
   def __init__(
     self,
@@ -252,11 +253,11 @@ class _Search:
     tie = jnp.concatenate([jnp.zeros_like(up[:1]), values[1:] == values[:-1]])
     sets = self._sets([up, down, tie], size)
     self.start_up, self.start_down = sets[0], sets[1]
-    # The entries whose weight equals that of the entry before them in their lane.
+    # The entries whose weight equals the one before in their lane.
     self.ties = sets[2] & ~self._only(jnp.zeros((lanes, self.m), jnp.int32))
 
   def _sets(self, flags: list[jax.Array], size: jax.Array) -> list[jax.Array]:
-    """Flags (n, m) as sets (W, P, m)."""
+    """Converts flags (n, m) to sets (W, P, m)."""
     inner = jnp.arange(self.words * 32, dtype=jnp.int32).reshape(self.words, 32, 1)
     row = self.base[:, 0] + inner
     inside = ((inner < size) & (row < self.n))[..., None]
@@ -266,23 +267,23 @@ class _Search:
     return [jnp.sum(((rows >> k) & 1) << bit, axis=1, dtype=jnp.uint32) for k in range(len(flags))]
 
   def run(self, ranges: jax.Array, brackets: jax.Array) -> jax.Array:
-    """For each entry the one whose weight it receives."""
+    """For each entry the entry whose weight it receives."""
     live = jax.lax.population_count(self.start_up | self.start_down)
     count = jnp.sum(live, axis=0, dtype=jnp.int32)
     dtype = _arrays.accumulator_dtype(self.dtype)
     product = ranges.astype(dtype) * brackets.astype(dtype)[count]
-    # XLA 18: rounded here, as the rounding in a later sum may be left out.
+    # XLA 18: rounded here, as XLA may leave out the rounding in a later sum.
     self.epsilon = _rounded(product, self.dtype).astype(self.values.dtype)
     rows = jax.lax.broadcasted_iota(jnp.int32, (self.n, self.m), 0)
     takes_part = self.is_up | self.is_down
-    next_one = jax.lax.cummin(jnp.where(takes_part, rows, self.n), axis=0, reverse=True)
-    last_one = jax.lax.cummax(jnp.where(takes_part, rows, -1), axis=0)
+    next_member = jax.lax.cummin(jnp.where(takes_part, rows, self.n), axis=0, reverse=True)
+    last_member = jax.lax.cummax(jnp.where(takes_part, rows, -1), axis=0)
     edge = jnp.full((1, self.m), self.n, jnp.int32)
     carry = _Carry(
       up=self.start_up,
       down=self.start_down,
-      above=jnp.concatenate([next_one[1:], edge]),
-      below=jnp.concatenate([-jnp.ones_like(edge), last_one[:-1]]),
+      above=jnp.concatenate([next_member[1:], edge]),
+      below=jnp.concatenate([-jnp.ones_like(edge), last_member[:-1]]),
       donor=jnp.full_like(rows, -1),
       parent=rows,
     )
@@ -292,12 +293,12 @@ class _Search:
     return jnp.where(end.donor >= 0, end.donor, linked)
 
   def _bit(self, q: jax.Array) -> jax.Array:
-    """The number of the bit of entry `q` as seen from each word."""
+    """The bit of entry `q`, counted from the first bit of each word."""
     first = jnp.arange(self.words, dtype=jnp.int32) * 32
     return q[None] - first.reshape((-1,) + (1,) * q.ndim)
 
   def _only(self, q: jax.Array) -> jax.Array:
-    """The set of `q` alone."""
+    """The set whose only member is `q`."""
     bit = self._bit(q)
     one = jnp.uint32(1) << jnp.clip(bit, 0, 31).astype(jnp.uint32)
     return jnp.where((bit >= 0) & (bit < 32), one, jnp.uint32(0))
@@ -317,21 +318,21 @@ class _Search:
     carry: _Carry,
     before: jax.Array,
     after: jax.Array,
-    next_one: jax.Array,
-    last_one: jax.Array,
+    new_above: jax.Array,
+    new_below: jax.Array,
     where: jax.Array,
   ) -> _Carry:
-    """Links `before` upwards to `next_one` and `after` downwards to `last_one`, within lanes."""
+    """Sets `above` of entry `before` and `below` of entry `after`, if these are in their lanes."""
     inside = where & (before >= self.base)
-    above = _sorting.scatter(carry.above, jnp.where(inside, before, self.n), next_one)
+    above = _sorting.scatter(carry.above, jnp.where(inside, before, self.n), new_above)
     inside = where & (after < self.end)
-    below = _sorting.scatter(carry.below, jnp.where(inside, after, self.n), last_one)
+    below = _sorting.scatter(carry.below, jnp.where(inside, after, self.n), new_below)
     return carry._replace(above=above, below=below)
 
   def _turn(self, t: jax.Array, carry: _Carry, active: jax.Array) -> _Carry:
     """Each lane tries its source number t.
 
-    Entries are rows of the arrays (n, m); with `_q`, numbers in the lane.
+    Names of entries mean rows of the arrays (n, m); with `_q` they mean ranks in the lane.
     """
     source = self.order.at[self.base[:, 0] + t].get(mode="clip")
     source_q = source - self.base
@@ -349,7 +350,7 @@ class _Search:
     tied = _any_member(live & self.ties & (between | self._only(high_q)))
     low = _gather(self.values, self.base + low_q)
     high = _gather(self.values, self.base + high_q)
-    # An entry reaches upwards to less than, downwards to no less than.
+    # An increase must be less than epsilon; a decrease may equal it.
     down_reaches = jnp.logical_not(_less(low, high, -self.epsilon))
     up_reaches = _less(high, low, self.epsilon)
     closes = jnp.where(up, down_reaches, up_reaches)
@@ -359,7 +360,7 @@ class _Search:
     done = active & ~winds
     leaving = jnp.where(direct, between | self._only(low_q) | self._only(high_q), source_set)
     leaving = jnp.where(done, leaving, jnp.uint32(0))
-    # The run from `low_end` to `high_end` leaves the list; of a search it is the source alone.
+    # The entries from `low_end` to `high_end` leave the list; in a search only the source does.
     low_end = jnp.where(direct, self.base + low_q, source)
     high_end = jnp.where(direct, self.base + high_q, source)
     before, after = _gather(carry.below, low_end), _gather(carry.above, high_end)
@@ -381,15 +382,17 @@ class _Search:
     entry_q = entry - self.base
     entry_set = self._only(entry_q)
     up = _any_member(self.start_up & entry_set)
-    # Equal weights below are not in reach: all that are lie below the first of the equal ones.
+    # Equal weights can't be received from below: only entries below the first equal one can be.
     _, first_equal = _nearest(~self.ties & self._numbers_below(entry_q + 1), jnp.zeros_like(up))
     beyond = jnp.where(up, self._numbers_above(entry_q), self._numbers_below(first_equal))
     free = (carry.up | carry.down) & ~walk.visited | self._only(source - self.base)
     exists, target_q = _nearest(free & beyond, up)
     target = self.base + target_q
-    here, there = _gather(self.values, entry), _gather(self.values, target)
+    weight, target_weight = _gather(self.values, entry), _gather(self.values, target)
     reaches = exists & jnp.where(
-      up, _less(there, here, self.epsilon), jnp.logical_not(_less(there, here, -self.epsilon))
+      up,
+      _less(target_weight, weight, self.epsilon),
+      jnp.logical_not(_less(target_weight, weight, -self.epsilon)),
     )
     closes = searching & reaches & (target == source)
     fails = searching & ~reaches & (entry == source)
@@ -400,14 +403,14 @@ class _Search:
     receives = jnp.where(ends, source, jnp.where(pushes, target, -1))
     donor = _sorting.scatter(carry.donor, jnp.where(searching, entry, self.n), receives)
     parent = _sorting.scatter(carry.parent, jnp.where(pushes, target, self.n), entry)
-    # XLA 29: read after the write, or the array is copied in each round: with many equal weights, a
-    # step takes a third longer.
+    # XLA 29: read after the write, or XLA copies the array in each round. With many equal weights a
+    # step would take a third longer.
     back = _gather(parent, entry)
     # A target is taken out of the list; an entry that the path leaves is put back.
     moved = jnp.where(pushes, target, entry)
     before, after = _gather(carry.below, moved), _gather(carry.above, moved)
-    next_one, last_one = jnp.where(pushes, after, moved), jnp.where(pushes, before, moved)
-    carry = self._linked(carry, before, after, next_one, last_one, pushes | pops)
+    new_above, new_below = jnp.where(pushes, after, moved), jnp.where(pushes, before, moved)
+    carry = self._linked(carry, before, after, new_above, new_below, pushes | pops)
     target_set = jnp.where(pushes, self._only(target_q), jnp.uint32(0))
     path = jnp.where(pops, walk.path & ~entry_set, walk.path | target_set)
     leaving = jnp.where(ends, path, jnp.uint32(0))

@@ -1,6 +1,6 @@
-"""How SGPerm's kernels run: once for leaves whose weight vectors have the same length.
+"""Runs kernels that permute: once for all leaves whose weight vectors have the same length.
 
-Large leaves are processed in blocks of weight vectors. However leaves are sharded, each weight
+Large leaves are processed in blocks of weight vectors. Whatever the sharding of a leaf, each weight
 vector is whole on one device while a kernel runs.
 """
 
@@ -11,41 +11,42 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
-from optax_boost._foundation import _placement
+from optax_boost._foundation import _placement, _types
 from optax_boost._methods._sgperm import _sorting, _weight_vectors
 
-# Weights in a block, on a CPU and on accelerators (for these a guess, to bound memory).
+# Weights in a block, on a CPU and on accelerators; the latter is a guess that bounds memory.
 _WEIGHTS, _MANY_WEIGHTS = 2**18, 2**22
-# The most weights of leaves that are joined on an accelerator. Joining copies them. On a CPU the
-# copy of large leaves costs more than it saves in compiling: there, at most a block is joined.
+# The most weights that are joined for a run on an accelerator. On a CPU at most a block is joined,
+# since the copy of large leaves takes more time than it saves in compiling.
 _JOINED_WEIGHTS = 2**25
 
-# A kernel is called with arrays (n, *vectors): first those that move (the weights, their entries in
-# the raveled initial leaf, and perhaps their ranks), then those that it only reads. It returns the
-# arrays that moved; each vector moves by itself. If there are several axes of vectors, the first is
-# one of leaves.
+# A kernel permutes the entries of each vector. Its arguments are arrays (n, *vectors): first those
+# that it permutes (weights, their indices in the raveled initial leaf, and perhaps their ranks),
+# then those that it only reads. It returns the permuted arrays. If there are several axes of
+# vectors, the first is the axis of leaves.
 Kernel: TypeAlias = Callable[..., Sequence[jax.Array]]
 
 
 def permute(
   run: Callable[..., Sequence[Sequence[jax.Array]]],
-  args: Any,
+  args: tuple[jax.Array, ...],
   layouts: Sequence[_weight_vectors.Layout],
   params: Sequence[jax.Array],
-  moving: Sequence[Any],
-  fixed: Sequence[Any],
-) -> list[Any]:
-  """Trees after a step of their movable leaves, sharded as the params are.
+  moving: Sequence[optax.Params],
+  fixed: Sequence[_types.Tree],
+) -> list[optax.Params]:
+  """Permutes the movable leaves of trees; the results are sharded as the params are.
 
   Args:
     run: makes the step. It is called with the movable leaves' layouts, `args`, and for each leaf
-      its arrays of `moving` and its arrays of `fixed`. It must not close over other arrays. For
-      each leaf it returns the new arrays of `moving`, shaped as
-      :meth:`_weight_vectors.Layout.fan_in_first` or as columns.
-    args: a tuple of arrays.
-    layouts: of each leaf.
-    params: the leaves, which tell the shardings: a state restored without shardings has none.
+      its arrays of `moving` and its arrays of `fixed`. It must not close over arrays. For each leaf
+      it returns the permuted arrays, shaped as by :meth:`_weight_vectors.Layout.fan_in_first` or
+      as columns.
+    args: further arrays for `run`.
+    layouts: the layout of each leaf.
+    params: the leaves of the params, which tell the shardings: a restored state may have none.
     moving: trees of arrays of the leaves' shapes, which `run` permutes.
     fixed: trees or lists of arrays of the leaves' shapes, which `run` only reads.
   """
@@ -54,7 +55,11 @@ def permute(
     return list(moving)
   movable_layouts = [layouts[i] for i in movable]
 
-  def step(args: Any, moving: Any, fixed: Any) -> list[list[jax.Array]]:
+  def step(
+    args: tuple[jax.Array, ...],
+    moving: list[list[jax.Array]],
+    fixed: list[list[jax.Array]],
+  ) -> list[list[jax.Array]]:
     moved = run(movable_layouts, args, moving, fixed)
     return [
       [sharded_like(old, lay.leaf(x), olds[0]) for old, x in zip(olds, news, strict=True)]
@@ -101,9 +106,9 @@ def together(
     first, length = columns[members[0]][0], layouts[members[0]].length
     most = _WEIGHTS if _on_cpu(first) else _JOINED_WEIGHTS
     for batch in _batches(members, [layouts[i].vectors * length for i in members], most):
-      # For each of the kernel's arguments the arrays of all leaves of the batch.
+      # One list per argument of the kernel: the arrays of the leaves in the batch.
       arguments = list(zip(*(columns[i] for i in batch), strict=True))
-      moved: list[Any]
+      moved: Sequence[Sequence[jax.Array]]
       if mesh is None:
         joined = [jnp.concatenate([x.reshape(length, -1) for x in xs], 1) for xs in arguments]
         ends = np.cumsum([layouts[i].vectors for i in batch])[:-1]
@@ -116,7 +121,7 @@ def together(
 
 
 def _batches(leaves: Sequence[int], sizes: Sequence[int], most: int) -> list[list[int]]:
-  """Cuts a list of leaves into runs of at most `most` weights, or of a single larger leaf."""
+  """Cuts a list of leaves into batches of at most `most` weights, or of one larger leaf."""
   batches: list[list[int]] = []
   total = 0
   for leaf, size in zip(leaves, sizes, strict=True):
@@ -129,21 +134,21 @@ def _batches(leaves: Sequence[int], sizes: Sequence[int], most: int) -> list[lis
 
 
 def gather(arrays: Sequence[jax.Array], source: jax.Array) -> list[jax.Array]:
-  """Arrays (n, *vectors) after each position received the entries of another one."""
+  """Moves entries of arrays (n, *vectors): each position receives that of position `source`."""
   return [_sorting.gather(x, source) for x in arrays]
 
 
 def _on_cpu(x: jax.Array) -> bool:
-  """Whether a CPU will run the program; if the array's mesh is not known, JAX's default device."""
+  """Whether a CPU will run the program, by the array's mesh or else JAX's default device."""
   device = getattr(jax.typeof(x).sharding.mesh, "abstract_device", None)
   return (getattr(device, "platform", None) or jax.default_backend()) == "cpu"
 
 
 def _in_blocks(kernel: Kernel, arrays: Sequence[jax.Array], moving: int) -> Sequence[jax.Array]:
   """Applies a kernel to arrays (n, vectors), some vectors at a time."""
-  # A kernel takes scratch memory of ten to twenty times its weights. More vectors at once than keep
-  # a device busy gain nothing; on a CPU a block should fit into the cache. On several devices the
-  # vectors may be spread over all of them, so there are no blocks.
+  # A kernel takes scratch memory of ten to twenty times its weights, so a block has no more vectors
+  # than keep a device busy, and on a CPU it should fit into the cache. On several devices there are
+  # no blocks, as the vectors may be spread over the devices.
   n, vectors = arrays[0].shape
   width = max(1, (_WEIGHTS if _on_cpu(arrays[0]) else _MANY_WEIGHTS) // n)
   blocks = -(-vectors // width) if jax.device_count() == 1 else 1
@@ -169,9 +174,9 @@ def _across_devices(
   axes: int,
   mesh: jax.sharding.AbstractMesh,
 ) -> list[Sequence[jax.Array]]:
-  """Applies a kernel to sharded leaves, which all cross devices in one exchange, or not at all.
+  """Applies a kernel to sharded leaves, which move between devices in at most one exchange.
 
-  `leaves`: for each of the kernel's arguments the arrays (*fan_in, *outputs) of all leaves.
+  `leaves` has a list per argument of the kernel: the arrays (*fan_in, *outputs) of all leaves.
   """
   first = leaves[0][0]
   joined = _exchanged(leaves, axes, mesh, _hint(first, axes, mesh.size))
@@ -184,7 +189,7 @@ def _across_devices(
 
 
 def _mesh_of(arrays: list[jax.Array]) -> jax.sharding.AbstractMesh | None:
-  """The arrays' mesh of several devices, if the compiler chooses its shardings."""
+  """The mesh of several devices on which the compiler chooses the arrays' shardings, or None."""
   meshes = [jax.typeof(x).sharding.mesh for x in arrays if isinstance(x, jax.core.Tracer)]
   return next((m for m in meshes if m.size > 1 and _placement.has_auto_axes_only(m)), None)
 
@@ -195,7 +200,7 @@ def _exchanged(
   mesh: jax.sharding.AbstractMesh,
   hint: jax.Array | None = None,
 ) -> list[jax.Array]:
-  """Stacks arrays on an axis after the fan-in ones, which are whole on each device."""
+  """Stacks arrays on a new axis after those of the fan-in, which are then whole on each device."""
   cast = jax.lax.bitcast_convert_type
   exchanged: list[Any] = [None] * len(stacks)
   sizes = [stack[0].dtype.itemsize for stack in stacks]
@@ -216,8 +221,8 @@ def _exchanged(
 def _hint(floats: jax.Array, axes: int, devices: int) -> jax.Array | None:
   """False for each of the first outputs, in an array that is sharded as the longest fan-in axis.
 
-  Shardings are not known under ``jit``. So the compiler carries this one, from the fan-in axis to
-  an array with an entry for each of its shards, and from that to the outputs.
+  Shardings are not known under ``jit``. So the compiler must carry the sharding of the fan-in axis
+  over: to an array with an entry for each of its shards, and from there to the outputs.
   """
   fan_in = int(np.argmax(floats.shape[:axes]))
   length, outputs = floats.shape[fan_in], math.prod(floats.shape[axes : axes + 1])
@@ -231,10 +236,10 @@ def _hint(floats: jax.Array, axes: int, devices: int) -> jax.Array | None:
   return spread.reshape(-1, *[1] * (floats.ndim - axes - 1))
 
 
-def auto_sharded(function: Callable[..., Any], like: Any) -> Callable[..., Any]:
+def auto_sharded(function: Callable[..., Any], like: _types.Tree) -> Callable[..., Any]:
   """Lets the compiler choose the shardings inside a function, also on a mesh with explicit axes.
 
-  On such a mesh JAX would ask how each result of a sort or gather is sharded. The function must not
+  On such a mesh JAX asks how each result of a sort or gather is sharded. The function must not
   close over arrays. Its results are sharded as `like` is, a tree of arrays like the results.
   """
 
@@ -251,9 +256,9 @@ def auto_sharded(function: Callable[..., Any], like: Any) -> Callable[..., Any]:
   return call
 
 
-def _explicit_mesh(arrays: Any) -> jax.sharding.AbstractMesh | None:
-  """The arrays' mesh with explicit axes, also outside of ``jax.set_mesh``."""
-  # XLA 28: JAX before 0.8 has no way to enter it.
+def _explicit_mesh(arrays: _types.Tree) -> jax.sharding.AbstractMesh | None:
+  """The mesh with explicit axes that arrays are on, also outside of ``jax.set_mesh``, or None."""
+  # XLA 28: JAX before 0.8 has no way to enter an abstract mesh.
   if not hasattr(jax.sharding, "use_abstract_mesh"):
     return None
   meshes = [jax.typeof(x).sharding.mesh for x in jax.tree.leaves(arrays)]
@@ -262,10 +267,10 @@ def _explicit_mesh(arrays: Any) -> jax.sharding.AbstractMesh | None:
 
 
 def sharded_like(old: jax.Array, new: jax.Array, floats: jax.Array) -> jax.Array:
-  """Returns `new`, with a hint to shard it like `old`; `floats` is any array of their shape.
+  """Returns `new`, with a hint to shard it as `old`; `floats` is any float array of their shape.
 
-  The result of a sort or a gather has no sharding of its own. Under ``jit`` `old`'s is not known,
-  but a choice between the two passes it on.
+  The result of a sort or a gather has no sharding. Under ``jit`` that of `old` is not known, but
+  the compiler gives both operands of a choice the same sharding.
   """
   # XLA 19: `x > inf` is always False, but XLA can't know that, so the sharding is passed on.
   return jnp.where(floats > jnp.inf, old, new)

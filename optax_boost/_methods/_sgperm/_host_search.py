@@ -1,27 +1,33 @@
-"""The exact step of SGPerm on the host, in NumPy; its search compiled by numba if installed.
+"""The exact step of SGPerm on the host, in NumPy; numba, if installed, compiles the search.
 
-This module calls NumPy only: it runs inside ``jax.pure_callback``, where a call into JAX may wait
-for the very computation that waits for the callback.
+This module must not call JAX. It runs inside ``jax.pure_callback``, and a call into JAX may wait
+for the computation that waits for the callback.
 """
 
 from collections.abc import Callable
 import functools
 import importlib.util
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
+# An array of JAX or, in the callback, of NumPy.
+Array: TypeAlias = Any
+# A list or, for numba, an array of NumPy.
+Entries: TypeAlias = Any
+
 
 class Work(NamedTuple):
-  """The inputs of a leaf's exact step: arrays of JAX or, in a callback, of NumPy."""
+  """The inputs of a leaf's exact step."""
 
-  weights: Any  # (n, vectors), before the step
-  momentum: Any  # (n, vectors), the recommendations
-  # int32. Of shape (n, vectors), each vector's positions after its shuffle; of shape (n,), the
-  # ranks (by weight, then position) after a shuffle that all vectors share.
-  order: Any
-  size: Any  # scalar int32, how many entries make a subset
-  brackets: Any  # (n + 1,), in the dtype of the weights: `alpha + 1 / k` by the size k of a subset
+  weights: Array  # (n, vectors), before the step
+  momentum: Array  # (n, vectors), the recommendations
+  # int32, the order after the shuffle that cuts a vector into subsets. (n, vectors): positions, for
+  # each vector; (n,): ranks by weight, equal weights by position, the same for all vectors.
+  order: Array
+  size: Array  # scalar int32, how many entries make a subset
+  # (n + 1,), in the dtype of the weights: `alpha + 1 / k` for k recommendations in a subset.
+  brackets: Array
 
 
 def have_numba() -> bool:
@@ -31,7 +37,7 @@ def have_numba() -> bool:
 
 @functools.cache
 def _compiled() -> Callable[..., None]:
-  """The search, compiled at its first call and kept on disk where that can be written."""
+  """The compiled search; numba keeps it on disk if a folder can be written."""
   import numba
 
   try:
@@ -41,9 +47,9 @@ def _compiled() -> Callable[..., None]:
 
 
 def permute(work: Work, *, remainder: bool) -> np.ndarray:
-  """One exact step: (n, vectors) int32, for each position the one whose weight it receives.
+  """One exact step: (n, vectors) int32, for each position that of the weight it receives.
 
-  `remainder`: whether the subset that reaches the end of a vector takes part.
+  `remainder`: whether the last subset of a vector, which may be smaller, takes part.
   """
   weights = np.ascontiguousarray(work.weights.T)
   momentum = np.ascontiguousarray(work.momentum.T)
@@ -51,7 +57,7 @@ def permute(work: Work, *, remainder: bool) -> np.ndarray:
   size = min(int(work.size), n)
   values = weights.astype(np.promote_types(weights.dtype, np.float32))
   order = work.order.T
-  # A single subset is in natural order.
+  # A single subset is not shuffled.
   if size == n or order.ndim == 1:
     position = _stable_argsort(values)
     label = np.empty(n, np.int64)
@@ -65,7 +71,7 @@ def permute(work: Work, *, remainder: bool) -> np.ndarray:
   row = np.arange(rows)[:, None]
   flat = position + row * n
   recommended = momentum.ravel()[flat]
-  # The negation makes NaN idle.
+  # NaN counts as idle.
   idle = ~(np.abs(recommended) > 0)
   if subsets > 1 and not remainder:
     idle = idle | (label == subsets - 1)
@@ -74,7 +80,7 @@ def permute(work: Work, *, remainder: bool) -> np.ndarray:
   count = np.bincount(group, minlength=rows * subsets + 1)[:-1]
   total = np.sum(count)
   entries = np.argsort(group, kind="stable")[:total]
-  # Idle entries are dropped below. They get distinct sizes, since equal ones are sorted slowly.
+  # Idle entries are dropped below. They get distinct sizes, since sorting equal ones is slow.
   distinct = -1 - np.arange(n, dtype=np.float32)
   by_size = _stable_argsort(np.where(idle, distinct, np.abs(recommended)))[:, ::-1]
   by_size = (by_size + row * n).ravel()
@@ -97,7 +103,7 @@ def permute(work: Work, *, remainder: bool) -> np.ndarray:
 
 
 def _run_search(weights: np.ndarray, *arrays: np.ndarray) -> np.ndarray:
-  """Runs the search, compiled or not: for each entry the one whose weight it receives."""
+  """For each entry the entry whose weight it receives; compiled by numba if installed."""
   total = len(weights)
   if have_numba():
     links = np.arange(total)
@@ -105,8 +111,8 @@ def _run_search(weights: np.ndarray, *arrays: np.ndarray) -> np.ndarray:
     path, cursor = np.empty(total, np.int64), np.empty(total, np.int64)
     _compiled()(weights, *arrays, links, links + 1, links - 1, live, seen, path, cursor)
     return links
-  # Ready-made lists cost a fraction of converted arrays.
-  lists: list[Any] = [x.tolist() for x in (weights, *arrays)]
+  # Plain Python reads lists much faster than arrays.
+  lists: list[Entries] = [x.tolist() for x in (weights, *arrays)]
   source = list(range(total))
   lists += [source, list(range(1, total + 1)), list(range(-1, total - 1))]
   lists += [[True] * total, [-1] * total, [-1] * total, [-1] * total]
@@ -117,7 +123,8 @@ def _run_search(weights: np.ndarray, *arrays: np.ndarray) -> np.ndarray:
 def _stable_argsort(values: np.ndarray) -> np.ndarray:
   """A stable argsort of each row, without NaN.
 
-  NumPy's unstable sort is several times faster; a second one orders equal values.
+  NumPy's unstable sort is several times faster than its stable one; a second sort orders equal
+  values.
   """
   n = values.shape[1]
   order = np.argsort(values, axis=1)
@@ -130,23 +137,23 @@ def _stable_argsort(values: np.ndarray) -> np.ndarray:
   return order
 
 
-# Plain Python runs this function on lists, and numba compiles it for arrays. So it only indexes,
+# Plain Python runs this function on lists, or numba compiles it for arrays. So it only indexes,
 # compares and adds.
 def _search(
-  weights: Any,  # float64: their sums with epsilons are compared in float64
-  up: Any,  # whether the entry wants to increase; the others want to decrease
-  order: Any,  # per subset, its entries by falling size of the recommendation
-  starts: Any,  # where each subset starts, and at last where they end
-  epsilon: Any,  # per subset, how far a weight may move, float64
-  source: Any,  # the result: for each entry the one whose weight it receives; starts as itself
-  above: Any,  # for each live entry the next live one; starts as the next entry
-  below: Any,  # for each live entry the live one before it; starts as the entry before it
-  live: Any,  # whether an entry may still be in a cycle
-  seen: Any,  # the last source whose search visited the entry; starts as -1
-  path: Any,  # scratch, as is `cursor`
-  cursor: Any,
+  weights: Entries,  # float64: their sums with epsilons are compared in float64
+  up: Entries,  # whether the entry wants to increase; the others want to decrease
+  order: Entries,  # the entries of each subset, the largest recommendation first
+  starts: Entries,  # where each subset starts, and where the last one ends
+  epsilon: Entries,  # how far a weight of each subset may move, float64
+  source: Entries,  # the result: for each entry that whose weight it receives; at first itself
+  above: Entries,  # for each live entry the next live one; at first the next entry
+  below: Entries,  # for each live entry the live one before it; at first the entry before it
+  live: Entries,  # whether an entry may still be in a cycle
+  seen: Entries,  # the last source whose search visited the entry; at first -1
+  path: Entries,  # scratch, as is `cursor`
+  cursor: Entries,
 ) -> None:
-  """Finds the cycles of all subsets, one after the other, each by rising weight."""
+  """Finds the cycles of all subsets, one subset after the other; entries are in rising order."""
   for group in range(len(epsilon)):
     first, last = starts[group], starts[group + 1]
     reach = epsilon[group]
@@ -157,7 +164,7 @@ def _search(
       w = weights[s]
       tied, closes = False, False
       link = above if up[s] else below
-      # All of the source's own direction lie between it and the nearest entry of the other.
+      # The nearest entry that wants to move the other way; those before it want the same as s.
       end, step = s, link[s]
       while first <= step < last:
         if not (weights[step] - reach <= w if up[s] else w < weights[step] + reach):
@@ -176,7 +183,7 @@ def _search(
           path[length] = link[path[length - 1]]
           length += 1
       elif closes:
-        # An entry that wants to decrease cannot step to an equal weight: the path may wind.
+        # An entry that wants to decrease cannot receive an equal weight: the path may turn back.
         cursor[s], seen[s] = link[s], s
         while length > 0:
           i = path[length - 1]

@@ -1,4 +1,4 @@
-r"""LaPerm: free training, brought back to a permutation of the initial weights every k steps.
+r"""LaPerm: free training that returns to a permutation of the initial weights every k steps.
 
 For each weight vector w (the n weights that lead into one output) with initial values v:
 
@@ -6,10 +6,10 @@ For each weight vector w (the n weights that lead into one output) with initial 
   w_i <- v_(r),  r the rank of w_i    every k steps: the r-th smallest of v where the r-th smallest
                                       of w is
 
-Of all permutations of v this is the nearest to w in the Euclidean norm: arXiv:2006.07541.
+This is the permutation of v that is nearest to w in the Euclidean norm: arXiv:2006.07541.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 import functools
 from typing import Any, Literal, NamedTuple
 
@@ -33,19 +33,19 @@ class LapermState(NamedTuple):
 
   Attributes:
     count: scalar int32, the number of inner steps made.
-    synced: scalar bool, whether the last of them ended in a permutation.
+    synced: scalar bool, whether the last inner step ended in a permutation.
     permuted_params: the exact params of the last synchronization.
-    permutation: as in :func:`sgperm`'s state, of the last synchronization.
+    permutation: the permutation of the last synchronization, as in the state of :func:`sgperm`.
     inner_state: the inner optimizer's state.
     made: scalar bool, whether the last call made a step.
   """
 
-  count: jax.Array  # type: ignore[assignment]  # hides the method of tuples
-  synced: jax.Array
+  count: _types.IntScalar  # type: ignore[assignment]  # hides the method of tuples
+  synced: _types.BoolScalar
   permuted_params: optax.Params
-  permutation: Any
+  permutation: optax.Params
   inner_state: optax.OptState
-  made: jax.Array
+  made: _types.BoolScalar
 
 
 def laperm(
@@ -59,34 +59,32 @@ def laperm(
   r"""Trains freely and, every few steps, returns to a permutation of the initial weights.
 
   At a synchronization each weight vector, as in :func:`sgperm`, gets its initial values back, in
-  the order of the trained ones: of all their permutations the nearest, to the bit with
+  the order of the trained values. That is the nearest permutation. It is exact to the bit with
   :func:`make_train_step` and :func:`apply_gradients`, and within one rounding with
-  ``optax.apply_updates``. Between two synchronizations params are not a permutation: evaluate and
-  save :func:`permuted_params` of the state, the params of the last one.
+  ``optax.apply_updates``. Between two synchronizations the params are no permutation: evaluate and
+  save :func:`permuted_params` of the state, which are the params of the last synchronization.
 
   A vector whose initial weights are all equal, such as a zero bias, returns to them, which undoes
-  its training: exclude such leaves, or start them at random. Weights that become NaN count as the
-  largest of their vector. A step whose updates are all zero, as between two inner steps of
+  its training: exclude such leaves, or initialize them at random. Weights that become NaN count as
+  the largest of their vector. A step whose updates are all zero, as between two inner steps of
   ``accumulate`` and after an overflow under a loss scale, is not counted. Inside ``shard_map``
-  leaves must be whole: a permutation counts their entries.
+  leaves must be whole, since a permutation has the indices of whole leaves.
 
   Args:
     inner: an optimizer that descends, with its learning rate. Its state is not reset.
-    sync_every: inner steps from one synchronization to the next, or a function of the number of
-      inner steps made, with which it can grow: a synchronization follows the steps whose number is
-      a multiple. Raising it trains more freely.
-    exclude: the leaves that `inner` trains alone, as in :func:`lars`.
-    layout: where a kernel has its output axis, if `layers` does not tell: ``"flax"``, last;
-      ``"torch"``, first.
-    layers: what :func:`layer_axes` returns. None: the extra argument `layers` of ``update``, which
-      the train step passes.
+    sync_every: inner steps from one synchronization to the next. Raising it trains more freely. It
+      can grow if it is a function of the number of inner steps made: a synchronization follows each
+      step whose number is a multiple of its result.
+    exclude: the leaves that only `inner` trains, selected as in :func:`centralize`. None: no leaf.
+    layout: where a kernel has its output axis, as in :func:`centralize`.
+    layers: the axes of layers, fan-in and outputs, as in :func:`centralize`.
 
   Returns:
-    An :class:`optax.GradientTransformationExtraArgs` that needs `params` and hands its extra
+    An :class:`optax.GradientTransformationExtraArgs` that needs `params` and passes its extra
     arguments to `inner`. Its updates have the wider of the dtypes of params and inner updates.
 
   Raises:
-    ValueError: in ``init``: weights that are not finite, or an :func:`average_params` inside.
+    ValueError: in ``init``: weights are not finite, or `inner` has an :func:`average_params`.
 
   Examples:
     >>> import jax, jax.numpy as jnp, optax, optax_boost
@@ -111,16 +109,16 @@ def laperm(
   inner = _checks.check_transformation("inner", inner)
   if not callable(sync_every):
     _checks.check_whole_number("sync_every", sync_every)
-  cutter = _weight_vectors.Cutter(_METHOD, layout, layers, exclude)
-  return _Laperm(inner, sync_every, cutter).transformation()
+  layouts = _weight_vectors.Layouts(_METHOD, layout, layers, exclude)
+  return _Laperm(inner, sync_every, layouts).transformation()
 
 
 class _Laperm(NamedTuple):
   """The checked arguments of :func:`laperm`."""
 
   inner: optax.GradientTransformationExtraArgs
-  sync_every: Any
-  cutter: _weight_vectors.Cutter
+  sync_every: int | jax.Array | Callable[[jax.Array], jax.typing.ArrayLike]
+  layouts: _weight_vectors.Layouts
 
   def transformation(self) -> optax.GradientTransformationExtraArgs:
     return _transformation.transformation(
@@ -134,7 +132,7 @@ class _Laperm(NamedTuple):
     )
 
   def init(self, params: optax.Params) -> LapermState:
-    layouts = self.cutter.for_init(params)
+    layouts = self.layouts.for_init(params)
     leaves, structure = jax.tree.flatten(params)
     pairs = list(zip(layouts, leaves, strict=True))
     masked = [optax.MaskedNode() if lay.excluded else x for lay, x in pairs]
@@ -152,9 +150,9 @@ class _Laperm(NamedTuple):
     self, updates: optax.Updates, state: LapermState, params: optax.Params, **extra_args: Any
   ) -> tuple[optax.Updates, LapermState]:
     layers = extra_args.get("layers")
-    layouts = self.cutter.for_update(state, params, layers)
+    layouts = self.layouts.for_update(state.permuted_params, params, layers)
     updates, inner_state = self.inner.update(updates, state.inner_state, params, **extra_args)
-    structure: Any = jax.tree.structure(params)
+    structure: _types.TreeDef = jax.tree.structure(params)
     steps = structure.flatten_up_to(updates)
     made = jnp.asarray(_skipped_steps.made_step(state.inner_state, inner_state))
     count = _arrays.increment_if(made, state.count)
@@ -183,8 +181,8 @@ class _Laperm(NamedTuple):
       made=made,
     )
 
-  def _period(self, count: jax.Array) -> jax.Array:
-    """The steps between synchronizations, a scalar int32 of at least 1."""
+  def _period(self, count: _types.IntScalar) -> _types.IntScalar:
+    """The number of inner steps between two synchronizations, at least 1."""
     period = self.sync_every(count) if callable(self.sync_every) else self.sync_every
     if jnp.ndim(period) != 0:
       raise ValueError(
@@ -197,16 +195,21 @@ class _Laperm(NamedTuple):
 def _synchronize(
   layouts: list[_weight_vectors.Layout],
   steps: list[jax.Array],
-  weights: list[Any],
+  weights: list[optax.Params],
   params: list[jax.Array],
-) -> tuple[list[jax.Array], list[Any]]:
-  """The updates that lead to the permutation nearest to free steps, and the weights there."""
+) -> tuple[list[jax.Array], list[optax.Params]]:
+  """The updates to the permutation nearest to ``params + steps``, and the permuted trees."""
   trained = optax.apply_updates(params, steps)
   moved = _execution.permute(_to_nearest, (), layouts, params, weights, [trained])
   return list(map(_weight_vectors.difference, steps, params, jax.tree.leaves(moved[0]))), moved
 
 
-def _to_nearest(layouts: Any, args: Any, weights: Any, trained: Any) -> Any:
+def _to_nearest(
+  layouts: Sequence[_weight_vectors.Layout],
+  args: tuple[()],
+  weights: Sequence[Sequence[jax.Array]],
+  trained: Sequence[Sequence[jax.Array]],
+) -> list[Sequence[jax.Array]]:
   def kernel(values: jax.Array, entries: jax.Array, trained: jax.Array) -> list[jax.Array]:
     # NaN counts as the largest.
     ranks = _pairs_and_ranks.ranks(jnp.where(jnp.isnan(trained), jnp.inf, trained))

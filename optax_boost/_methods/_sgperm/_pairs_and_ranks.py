@@ -1,13 +1,13 @@
-r"""Two faster ways to permute towards a target; not the paper's.
+r"""The methods "pairs" and "rank": two faster ways to permute towards targets, not the paper's.
 
 In a weight vector w of n entries with momentum m and value range R:
 
   epsilon = R (alpha + 1 / n)
-  t       = w - epsilon m / max |m|        where each position would like its weight to be
+  t       = w - epsilon m / max |m|        the target: the weight that a position should get
 
-  pairs   32 rounds: with c drawn, positions i and (c - i) mod n swap their weights if that brings
-          them into the order of their targets, (w_j - w_i) (t_j - t_i) < 0. Both ends see the same
-          condition, so that a round is a permutation.
+  pairs   32 rounds: for a random c, positions i and j = (c - i) mod n swap their weights if these
+          are not in the order of the targets, (w_j - w_i) (t_j - t_i) < 0. The condition is the
+          same for i and j, so a round is a permutation.
   rank    the position with the r-th smallest target gets the r-th smallest weight
 
 Each swap, and so each round, lowers sum |w - t|^2: by -2 (w_j - w_i) (t_j - t_i). The assignment of
@@ -20,9 +20,9 @@ import jax.numpy as jnp
 from optax_boost._foundation import _arrays
 from optax_boost._methods._sgperm import _sorting
 
-# Rounds of "pairs"; more sort hardly better.
+# Rounds of "pairs"; more rounds hardly improve the order.
 ROUNDS = 32
-# With fewer bits of a weight, too many of a vector would look the same.
+# With fewer bits, too many weights of a vector would become equal.
 _LEAST_BITS = 16
 
 
@@ -60,8 +60,8 @@ def pairs(weights: jax.Array, target: jax.Array, bits: jax.Array) -> jax.Array:
     swaps |= (partner_weight < weight) & (partner_target > target)
     return [jnp.where(swaps, y, x) for x, y in zip(moved, partners, strict=True)]
 
-  # A round moves memory and hardly computes. So weight and place go as one integer where there is
-  # room; a weight's order among the n of its vector needs no more of its bits.
+  # A round moves memory and hardly computes. So a weight and its place are packed into one integer,
+  # if enough bits of the weight remain to compare it with others of its vector.
   if 32 - place_bits < _LEAST_BITS:
     return jax.lax.fori_loop(0, len(bits), swap, [weights, places])[1]
   packed = (_levels(weights, 32 - place_bits) << place_bits) | places
@@ -71,7 +71,7 @@ def pairs(weights: jax.Array, target: jax.Array, bits: jax.Array) -> jax.Array:
 
 def _levels(weights: jax.Array, bits: int) -> jax.Array:
   """Each weight's level among equally spaced ones, as signed integers of `bits` bits."""
-  # Counted in floats, where all of them are exact.
+  # Computed in floats, in which levels of up to 24 bits are exact.
   bits = min(bits, 24)
   dtype = _arrays.accumulator_dtype(weights.dtype)
   low = jnp.min(weights, axis=0, keepdims=True).astype(dtype)
@@ -82,5 +82,5 @@ def _levels(weights: jax.Array, bits: int) -> jax.Array:
 
 
 def ranks(x: jax.Array) -> jax.Array:
-  """Each entry's rank in its column, equal ones in natural order; no NaN."""
+  """Each entry's rank in its column; equal entries keep their order; there must be no NaN."""
   return _sorting.inverse(_sorting.argsort(x))

@@ -1,4 +1,4 @@
-"""Models that are permuted initial params: exact params, integers, and their file."""
+"""A model whose params are a permutation of the initial ones: its params, integers and file."""
 
 from collections.abc import Sequence
 import math
@@ -30,10 +30,10 @@ class PermutedParams(NamedTuple):
   """A model that :func:`sgperm` or :func:`laperm` trained; :func:`permuted_params` returns it.
 
   Attributes:
-    params: exactly a permutation of the initial params; leaves that the method doesn't permute are
-      as in the params that :func:`permuted_params` was given, or ``optax.MaskedNode()``.
-    permutation: int32 of the same shapes: for each entry of a leaf, which entry of the raveled
-      initial leaf it holds. With the initial params, these integers are the whole model. Leaves
+    params: exactly a permutation of the initial params. Leaves that the method doesn't permute are
+      those of the params passed to :func:`permuted_params`, or ``optax.MaskedNode()``.
+    permutation: int32 of the same shapes: for each entry of a leaf the index that its value had in
+      the raveled initial leaf. With the initial params, these integers are the whole model. Leaves
       that the method doesn't permute are ``optax.MaskedNode()``.
 
   Examples:
@@ -51,22 +51,23 @@ class PermutedParams(NamedTuple):
   """
 
   params: optax.Params
-  permutation: Any
+  permutation: optax.Params
 
   @classmethod
-  def from_initial(cls, initial: optax.Params, permutation: Any) -> "PermutedParams":
+  def from_initial(cls, initial: optax.Params, permutation: optax.Params) -> "PermutedParams":
     """Permutes initial params.
 
     Args:
       initial: the params that the training started from.
-      permutation: a tree like `initial` of integers; ``optax.MaskedNode()`` leaves a leaf as it is.
+      permutation: a tree like `initial` of integers. For ``optax.MaskedNode()`` a leaf stays as it
+        is.
 
     Returns:
       The model, whose params are exact.
 
     Raises:
-      ValueError: the integers are not a permutation of these params: another tree or shape, or an
-        index is out of range or occurs twice (checked outside ``jit``).
+      ValueError: the integers are no permutation of these params: their tree or a shape differs,
+        or an index is out of range or occurs twice (checked outside ``jit``).
     """
     leaves, structure = jax.tree.flatten(initial, is_leaf=_masks.is_masked)
     paths = _paths.leaf_paths(initial, _masks.is_masked)
@@ -78,18 +79,18 @@ class PermutedParams(NamedTuple):
     return cls(jax.tree.unflatten(structure, permuted), permutation)
 
   def save(self, path: str | os.PathLike[str]) -> None:
-    """Writes the integers to one npz file, without the initial values; it is replaced as a whole.
+    """Writes the integers to one npz file, without the initial values.
 
-    Of each weight the file holds its value's place among the distinct values of its vector, in 8,
-    16 or 32 bits, deflated. Leaves that are not permuted are written whole. If several processes
-    have parts of the arrays, all must call it.
+    An existing file is replaced as a whole. For each weight the file holds the rank of its value
+    among the distinct values of its vector, in 8, 16 or 32 bits, deflated. Leaves that are not
+    permuted are written whole. If several processes have parts of the arrays, all must call it.
 
     Args:
-      path: the file, by custom ``*.npz``.
+      path: the file, ``*.npz`` by convention.
 
     Raises:
       ValueError: a leaf is masked.
-      OSError: the file can't be written; an old one is unchanged.
+      OSError: the file can't be written; an existing file is unchanged.
     """
     arrays: dict[str, Any] = {}
     paths = _paths.leaf_paths(self.params, _masks.is_masked)
@@ -118,14 +119,14 @@ class PermutedParams(NamedTuple):
     Args:
       path: the file.
       initial: the params that the training started from. JAX's random numbers may differ between
-        versions and implementations; a checksum of each leaf finds that.
+        versions and implementations; the file has a checksum of each leaf, which is compared.
 
     Returns:
-      The model, equal to the saved one to the bit, in the dtypes and on the devices of `initial`.
+      The saved model, bit for bit, in the dtypes and on the devices of `initial`.
 
     Raises:
       FileNotFoundError: the file doesn't exist.
-      ValueError: the file is damaged or of another kind, or `initial` are other params.
+      ValueError: the file is damaged or not of :meth:`save`, or `initial` are other params.
     """
     arrays = _read(path)
     leaves, structure = jax.tree.flatten(initial)
@@ -146,17 +147,17 @@ def permuted_params(
   """The model in an optimizer state of :func:`sgperm` or :func:`laperm`.
 
   Args:
-    opt_state: the state of any chain or wrapper that holds one of the two. Of ``laperm`` the result
-      is the last synchronization.
-    params: the params to take leaves from that were masked out or excluded.
+    opt_state: the state of any chain or wrapper that holds one of the two. With ``laperm`` the
+      result is the model of the last synchronization.
+    params: the params that have the leaves which were masked out or excluded.
 
   Returns:
-    The :class:`PermutedParams`. Permuted leaves have the dtype that the method trained, under
-    ``master_weights`` the masters'.
+    The :class:`PermutedParams`. Permuted leaves have the dtype that the method trained: under
+    ``master_weights`` that of the masters.
 
   Raises:
-    ValueError: the state holds neither or several; or `params` are others; or the state is one of a
-      population (map over it with ``jax.vmap``).
+    ValueError: the state holds neither or several; or `params` have another tree; or the state is
+      that of a population (map over it with ``jax.vmap``).
 
   Examples:
     >>> import jax.numpy as jnp, optax_boost
@@ -175,7 +176,7 @@ def permuted_params(
       f" {len(states)}. Pass the part of the optimizer state that belongs to one of them."
     )
   _tree_checks.require_one_run(states[0].count, "permuted_params")
-  # Copied: a train step that donates its state would take these arrays with it.
+  # Copied, as a train step that donates its state deletes these arrays.
   exact, permutation = _arrays.copy_arrays((states[0].permuted_params, states[0].permutation))
   if params is None:
     return PermutedParams(exact, permutation)
@@ -186,26 +187,26 @@ def permuted_params(
   return PermutedParams(*(jax.tree.unflatten(structure, tree) for tree in trees))
 
 
-def _on_this_host(x: Any) -> np.ndarray:
-  """An array on this host; where processes have parts of it, all must call this."""
+def _on_this_host(x: jax.Array) -> np.ndarray:
+  """An array on this host; if several processes have parts of it, all must call this."""
   if _placement.is_whole_here(x):
     return np.asarray(x)
   return np.asarray(multihost_utils.process_allgather(x, tiled=True))
 
 
-def _aligned(tree: Any, params: optax.Params) -> list[Any]:
-  """The leaves of a tree like the params, in the order of the params'."""
+def _aligned(tree: optax.Params, params: optax.Params) -> list[Any]:
+  """The leaves of a tree like the params, in the order of the params' leaves."""
   leaves = _masks.leaves_like(tree, params)
   if leaves is None:
     raise ValueError(
-      f"`params` must be of the tree that was permuted, {jax.tree.structure(tree)}; got"
+      f"`params` must have the structure that was permuted, {jax.tree.structure(tree)}; got"
       f" {jax.tree.structure(params)}."
     )
   return leaves
 
 
-def _permuted(name: str, start: Any, index: Any) -> Any:
-  """A leaf after a permutation of its entries, which is checked."""
+def _permuted(name: str, start: jax.Array, index: jax.Array) -> jax.Array:
+  """Permutes a leaf; ValueError if `index` is no permutation of its entries."""
   if _masks.is_masked(start) or _masks.is_masked(index):
     return start
   integers = jnp.issubdtype(jnp.result_type(index), jnp.integer)
@@ -217,13 +218,16 @@ def _permuted(name: str, start: Any, index: Any) -> Any:
     )
   check_indices(index, jnp.size(start), "permutation", name)
   if not jnp.size(start):
-    # XLA 20: JAX fails to gather from it on explicit axes of a mesh that is not set.
+    # XLA 20: JAX fails to gather from an empty leaf on explicit axes of a mesh that is not set.
     return jnp.array(start)
   return _execution.auto_sharded(lambda x, i: jnp.ravel(x)[i], start)(start, index)
 
 
-def check_indices(index: Any, size: int, argument: str, name: str) -> None:
-  """Refuses integers (`size`, ...) whose columns don't hold 0 to `size` - 1 once, if known."""
+def check_indices(index: jax.Array, size: int, argument: str, name: str) -> None:
+  """ValueError if a column of integers (`size`, ...) doesn't hold 0 to `size` - 1 once each.
+
+  Traced integers pass.
+  """
   if isinstance(index, jax.core.Tracer) or not size or not _placement.is_whole_here(index):
     return
   columns = np.sort(np.asarray(index).reshape(size, -1), axis=0)
@@ -236,7 +240,7 @@ def check_indices(index: Any, size: int, argument: str, name: str) -> None:
 
 
 def _read(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
-  """The arrays of a file."""
+  """The arrays in a file."""
   try:
     with open(path, "rb") as file:
       loaded = np.load(file, allow_pickle=False)
@@ -245,13 +249,13 @@ def _read(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
       return dict(loaded)
   except (ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
     raise ValueError(
-      f"`PermutedParams.load` needs a file of `PermutedParams.save`; '{os.fspath(path)}' is damaged"
-      f" or of another kind: {error}. Save the model again."
+      f"`PermutedParams.load` needs a file of `PermutedParams.save`; got '{os.fspath(path)}', which"
+      f" can't be read: {error}. Save the model again."
     ) from error
 
 
-def _decoded(arrays: dict[str, np.ndarray], name: str, leaf: Any) -> tuple[Any, Any]:
-  """A leaf's values and permutation, from its initial values."""
+def _decoded(arrays: dict[str, np.ndarray], name: str, leaf: jax.Array) -> tuple[Any, Any]:
+  """A leaf's values and permutation, from its initial values and the arrays in a file."""
   start, sharding = _on_this_host(leaf), jnp.asarray(leaf).sharding
   values = arrays.get(f"values/{name}")
   if values is not None and values.shape == start.shape:
@@ -260,7 +264,7 @@ def _decoded(arrays: dict[str, np.ndarray], name: str, leaf: Any) -> tuple[Any, 
   if axes is not None and all(axis < start.ndim for axis in axes):
     ranks, first = arrays[f"ranks/{name}"], _columns(_bits(start), axes)
     if ranks.shape == first.shape:
-      # Equal values keep their order: any order gives the same params.
+      # Equal values keep their order; any order would give the same params.
       entries = _columns(np.arange(start.size, dtype=np.int32).reshape(start.shape), axes)
       by_rank = np.argsort(ranks, axis=0, kind="stable")
       by_start = np.argsort(first, axis=0, kind="stable")
@@ -272,14 +276,14 @@ def _decoded(arrays: dict[str, np.ndarray], name: str, leaf: Any) -> tuple[Any, 
       if _checksum(values) == arrays[f"checksum/{name}"]:
         return _placement.put(values, sharding), _placement.put(index, sharding)
   raise ValueError(
-    "`initial` must be the params that the training started from; the leaf"
-    f" '{_paths.leaf_name(name)}', {start.shape}, is another. Make them with the same function"
-    " and seed, and the same version and implementation of the random numbers."
+    "`initial` must be the params that the training started from; got other values for the leaf"
+    f" '{_paths.leaf_name(name)}' of shape {start.shape}. Make the params with the same function,"
+    " seed and random number generator."
   )
 
 
 def _moving_axes(index: np.ndarray) -> list[int]:
-  """The axes along which a permutation moves entries: at most the weight vectors'."""
+  """The axes along which a permutation moves entries: all or some axes of the weight vectors."""
   if not index.size:
     return []
   place = np.indices(index.shape, sparse=True)
@@ -295,7 +299,7 @@ def _columns(x: np.ndarray, axes: Sequence[int]) -> np.ndarray:
 
 
 def _dense_ranks(columns: np.ndarray) -> np.ndarray:
-  """Each entry's rank among the distinct ones of its column, in the smallest unsigned integers."""
+  """Each entry's rank among the distinct entries of its column, in the smallest unsigned type."""
   order = np.argsort(columns, axis=0, kind="stable")
   ordered = np.take_along_axis(columns, order, 0)
   classes = np.zeros(columns.shape, np.int64)
@@ -306,16 +310,16 @@ def _dense_ranks(columns: np.ndarray) -> np.ndarray:
 
 
 def _bits(x: np.ndarray) -> np.ndarray:
-  """Floats as unsigned integers, which tell the two zeros apart."""
+  """Floats as unsigned integers, in which 0.0 and -0.0 differ."""
   return np.ascontiguousarray(x).view(f"u{x.dtype.itemsize}").reshape(x.shape)
 
 
 def _widened(x: np.ndarray) -> np.ndarray:
-  """An array in a dtype of NumPy's own."""
+  """Converts floats to float32 or float64, which NumPy has."""
   floating = jnp.issubdtype(x.dtype, jnp.floating)
   return x.astype(_arrays.accumulator_dtype(x.dtype)) if floating else x
 
 
 def _checksum(values: np.ndarray) -> np.uint32:
-  """A checksum that is the same for params in half precision and their masters."""
+  """A checksum that is the same for params in half precision and for their masters."""
   return np.uint32(zlib.crc32(_widened(values).tobytes()))

@@ -6,8 +6,8 @@ r"""The schedules of SGPerm, in double precision whatever the device computes in
   alpha        how far a weight may move, as a share of the range of its vector
   lamda        the size of a subset, as a share of its vector
 
-``floor(lamda n)`` and the rounding of ``alpha + 1 / k`` are as in float64: for numbers known as
-the transformation is built, the recurrence runs in Python, and the steps look up its values.
+``floor(lamda n)`` and ``alpha + 1 / k`` are rounded as in float64. If the numbers are known when
+the transformation is built, Python runs the recurrence, and the steps look up its values.
 """
 
 from collections.abc import Callable
@@ -19,64 +19,80 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# Steps after which the schedules go on in the device's own precision.
+from optax_boost._foundation import _types
+
+# After so many steps, the device computes the schedules, in its precision.
 _LONGEST = 65_536
 
 
-def as_float(value: Any) -> Any:
-  """A number as a float; an array, as ``optax.inject_hyperparams`` passes them, as it is."""
+def as_float(value: jax.typing.ArrayLike) -> Any:
+  """Converts a number to a float; an array of ``optax.inject_hyperparams`` stays an array."""
   return float(value) if isinstance(value, number_types.Real | np.ndarray) else value
+
+
+def _run_recurrence(
+  alpha: float, lamda: float, beta1: float, beta2: float, alpha_min: float, lamda_max: float
+) -> list[tuple[float, float]]:
+  """Alpha and lamda in each step until they no longer change, in at most `_LONGEST` steps."""
+  values: list[tuple[float, float]] = []
+  while len(values) < _LONGEST:
+    alpha, lamda = max(beta1 * alpha, alpha_min), min(beta2 * lamda, lamda_max)
+    if values and values[-1] == (alpha, lamda):
+      break
+    values.append((alpha, lamda))
+  return values
 
 
 class Schedules:
   """The values of alpha and lamda at each step."""
 
   def __init__(
-    self, alpha: Any, lamda: Any, beta1: Any, beta2: Any, alpha_min: Any, lamda_max: Any
+    self,
+    alpha: jax.typing.ArrayLike,
+    lamda: jax.typing.ArrayLike,
+    beta1: jax.typing.ArrayLike,
+    beta2: jax.typing.ArrayLike,
+    alpha_min: jax.typing.ArrayLike,
+    lamda_max: jax.typing.ArrayLike,
   ) -> None:
     numbers = (alpha, lamda, beta1, beta2, alpha_min, lamda_max)
     self._numbers = tuple(as_float(x) for x in numbers)
     self._known = all(isinstance(x, float) for x in self._numbers)
-    values: list[tuple[float, float]] = []
-    if self._known:
-      alpha, lamda, beta1, beta2, alpha_min, lamda_max = self._numbers
-      while len(values) < _LONGEST:
-        alpha, lamda = max(beta1 * alpha, alpha_min), min(beta2 * lamda, lamda_max)
-        if values and values[-1] == (alpha, lamda):
-          break
-        values.append((alpha, lamda))
+    values = _run_recurrence(*self._numbers) if self._known else []
     self._alphas, self._lamdas = np.reshape(values, (-1, 2)).T
     self._ends = len(values) < _LONGEST
     # Whether lamda is 1 in every step, so that a weight vector is one subset.
     self.always_whole = self._known and self._ends and min(self._lamdas) == 1.0
 
-  def _later(self, count: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Alpha and lamda without the recurrence."""
+  def _later(self, count: _types.IntScalar) -> tuple[_types.FloatScalar, _types.FloatScalar]:
+    """Alpha and lamda in step `count`, in closed form."""
     numbers = [jnp.asarray(x, float) for x in self._numbers]
     alpha, lamda, beta1, beta2, alpha_min, lamda_max = numbers
     steps = (count + 1).astype(alpha.dtype)
     alpha, lamda = beta1**steps * alpha, beta2**steps * lamda
-    # A lamda that falls does so from its bound, if the first step clips it.
+    # If lamda falls and the first step clips it, it falls from its bound.
     bound = lamda_max * jnp.minimum(beta2 ** (steps - 1), 1)
     return jnp.maximum(alpha, alpha_min), jnp.minimum(lamda, bound)
 
-  def _at(self, count: jax.Array, table: np.ndarray, later: Callable[[], Any]) -> jax.Array:
-    """A step's entry; past the table its last one, or `later` where the table was cut short."""
+  def _at(
+    self, count: _types.IntScalar, table: np.ndarray, later: Callable[[], jax.Array]
+  ) -> jax.Array:
+    """The table's entry for step `count`; after its end the last one, or ``later()`` if cut."""
     if not self._known:
       return jnp.asarray(later())
     entry = jnp.asarray(table)[jnp.minimum(count, len(table) - 1)]
     return entry if self._ends else jnp.where(count < _LONGEST, entry, later())
 
-  def alpha(self, count: jax.Array) -> jax.Array:
-    """Alpha in step `count`, from 0, rounded."""
+  def alpha(self, count: _types.IntScalar) -> _types.FloatScalar:
+    """Alpha in step `count`, which is 0 in the first step, rounded to the device's precision."""
     return self._at(count, self._alphas.astype(jnp.zeros([]).dtype), lambda: self._later(count)[0])
 
-  def lamda(self, count: jax.Array) -> jax.Array:
-    """Lamda in step `count`, rounded; sizes are :meth:`size`'s."""
+  def lamda(self, count: _types.IntScalar) -> _types.FloatScalar:
+    """Lamda in step `count`, rounded; :meth:`size` uses it unrounded."""
     return self._at(count, self._lamdas.astype(jnp.zeros([]).dtype), lambda: self._later(count)[1])
 
-  def size(self, count: jax.Array, length: int, least: int) -> jax.Array:
-    """The size of a subset in step `count`, at most `length`."""
+  def size(self, count: _types.IntScalar, length: int, least: int) -> _types.IntScalar:
+    """The size of a subset in step `count`, of a vector of `length` weights."""
     table = np.floor(self._lamdas * length).astype(np.int32)
 
     def later() -> jax.Array:
@@ -85,7 +101,7 @@ class Schedules:
     return jnp.clip(self._at(count, table, later), min(least, length), length)
 
   def sizes(self, length: int, least: int) -> tuple[int, int]:
-    """The smallest and the largest size of all steps, which shapes depend on."""
+    """The smallest and the largest size of a subset in any step; shapes depend on them."""
     if not self._known:
       return min(least, length), length
     lamda_max = self._numbers[5]
@@ -96,7 +112,7 @@ class Schedules:
 
     return size(min(lamdas)), size(max(lamdas))
 
-  def brackets(self, count: jax.Array, length: int) -> jax.Array:
+  def brackets(self, count: _types.IntScalar, length: int) -> jax.Array:
     """``alpha + 1 / k`` in step `count` for k up to `length`, rounded once from nearly float64."""
     alpha = self.alpha(count)
     rounded_off = self._alphas - self._alphas.astype(alpha.dtype)

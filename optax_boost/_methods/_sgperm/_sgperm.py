@@ -4,20 +4,21 @@ For each weight vector w (the n weights that lead into one output), its value ra
 gradient g:
 
   m <- momentum_lr g + momentum m       recommendations: increase where m < 0, decrease where m > 0
-  subsets of floor(lamda n) weights are drawn; in a subset with k nonzero recommendations
+  random subsets have floor(lamda n) weights each; in a subset with k nonzero recommendations
   epsilon = R (alpha + 1 / k)           no weight may change by more
-  for each weight, by falling |m|: the nearest cycle of moves, each as its weight recommends and
-  within epsilon, is carried out; a weight moves at most once per step
+  for each weight, by falling |m|, the nearest cycle of moves is made, in which each weight moves as
+  it is recommended and by at most epsilon; a weight moves at most once per step
 
-"Nearest" means, down to ties and roundings, as in SGPerm.py, the program of arXiv:2003.02570. With
-distinct weights the cycle has a closed form: from a weight that wants to increase, the nearest
-larger one that wants to decrease and all between (and the mirror image of this), if within epsilon.
+"Nearest" means what SGPerm.py means, the program of arXiv:2003.02570, down to ties and roundings.
+With distinct weights the cycle has a closed form: a weight that wants to increase, the nearest
+larger weight that wants to decrease, and all weights between them, if they are within epsilon (and
+the mirror image of this).
 """
 
 from collections.abc import Sequence
 import dataclasses
 import functools
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 import zlib
 
 import jax
@@ -26,7 +27,7 @@ import numpy as np
 import optax
 
 from optax_boost._form import _finiteness, _protocol, _transformation
-from optax_boost._foundation import _arrays, _checks, _trees
+from optax_boost._foundation import _arrays, _checks, _trees, _types
 from optax_boost._methods._sgperm import (
   _device_search,
   _execution,
@@ -48,29 +49,29 @@ class SgpermState(NamedTuple):
 
   Attributes:
     count: scalar int32, the number of steps made.
-    alpha: scalar, the last step's alpha.
-    lamda: scalar, the last step's lamda.
+    alpha: scalar float, alpha in the last step.
+    lamda: scalar float, lamda in the last step.
     key: raw key data, from which each step draws its subsets or pairs.
     momentum: the recommendations, in at least float32.
     permuted_params: the exact params after the last step; they share no memory with the params.
-    permutation: int32 of the params' shapes: for each entry of a leaf, which entry of the raveled
-      initial leaf it holds now.
-    ranks: with ``method="rank"`` int32 of the params' shapes, the weights' ranks in their vectors;
-      else ``()``.
+    permutation: int32 of the params' shapes: for each entry of a leaf the index that its value
+      had in the raveled initial leaf.
+    ranks: with ``method="rank"`` int32 of the params' shapes: the ranks of the weights in their
+      vectors; else ``()``.
     ranked_axes: scalar int32, a checksum of the axes of these vectors; 0 before the first step.
     notfinite_count: scalar int32, the steps with a gradient entry that was not finite.
   """
 
-  count: jax.Array  # type: ignore[assignment]  # hides the method of tuples
-  alpha: jax.Array
-  lamda: jax.Array
+  count: _types.IntScalar  # type: ignore[assignment]  # hides the method of tuples
+  alpha: _types.FloatScalar
+  lamda: _types.FloatScalar
   key: jax.Array
   momentum: optax.Updates
   permuted_params: optax.Params
-  permutation: Any
-  ranks: Any
-  ranked_axes: jax.Array
-  notfinite_count: jax.Array
+  permutation: optax.Params
+  ranks: optax.Params
+  ranked_axes: _types.IntScalar
+  notfinite_count: _types.IntScalar
 
 
 def sgperm(
@@ -93,26 +94,27 @@ def sgperm(
 ) -> optax.GradientTransformationExtraArgs:
   r"""Trains by permuting the weights that lead into each output; no value ever changes.
 
-  A whole model is its initial weights, which may come from a seed, and integers: see
-  :class:`PermutedParams`. Three methods of permuting:
+  A whole model is its initial weights, which a seed may give, and integers: see
+  :class:`PermutedParams`. There are three methods of permuting:
 
-  - ``"exact"``: the published algorithm, weight for weight, with equal bits on the device and on
-    the host, which on a CPU is faster if numba is installed (``pip install ".[host]"`` in a clone).
-  - ``"pairs"``: not the paper's. Drawn pairs of weights swap if that brings them into the order of
+  - ``"exact"``: the published algorithm, weight for weight. Device and host give the same bits; on
+    a CPU the host is faster if numba is installed (``pip install ".[host]"`` in a clone).
+  - ``"pairs"``: not the paper's. Random pairs of weights swap if that brings them into the order of
     their targets :math:`w - R (\alpha + 1/n)\, m / \max |m|`. No sort: many times faster.
-  - ``"rank"``: not the paper's. The weights are handed out in the order of those targets.
+  - ``"rank"``: not the paper's. The position with the r-th smallest target gets the r-th smallest
+    weight.
 
   It takes plain gradients and returns the difference to the permuted weights: no scaling of updates
   and no weight decay may follow it in a chain. With :func:`make_train_step` and
   :func:`apply_gradients` params are exactly a permutation of the initial ones, to the bit. With
   ``optax.apply_updates`` they stay within one rounding of it: ``p + (q - p)`` is not always ``q``.
 
-  A weight vector holds the weights into one output, in each layer and expert: along the fan-in that
-  :func:`make_train_step` reads from its trace of the loss. In a loop of your own pass `layers`:
-  without it, vectors run along all axes but the output axis, and only Flax's attention projections
-  are known, by name. A bias is one vector. Leaves that should not be permuted, such as BatchNorm's,
-  go to another optimizer by ``optax.partition``. A gradient entry that is not finite leaves its
-  momentum unchanged.
+  A weight vector holds the weights that lead into one output, in each layer and expert. It runs
+  along the fan-in, which :func:`make_train_step` reads from its trace of the loss. In your own loop
+  pass `layers`. Without it, vectors run along all axes but the output axis, except for Flax's
+  attention projections, which are known by name. A bias is one vector. Give leaves that should not
+  be permuted, such as those of BatchNorm, to another optimizer by ``optax.partition``. A gradient
+  entry that is not finite leaves its momentum unchanged.
 
   Args:
     alpha: how far a weight may move in one step, as a share of its vector's range, before the
@@ -123,27 +125,26 @@ def sgperm(
     beta2: factor of lamda at the start of each step.
     alpha_min: lower bound of alpha.
     lamda_max: upper bound of lamda.
-    momentum_lr: weight of the gradient in the momentum; counts relative to the old momentum.
+    momentum_lr: weight of the gradient in the momentum. Only its size relative to the momentum that
+      is there has an effect.
     momentum: raising it averages gradients over more steps.
     partition_size_min: the least size of a subset. Static.
     include_partition_remainder: whether the last, smaller subset of a vector takes part.
     method: see above.
-    backend: where ``"exact"`` runs. ``"auto"``: on the host if that is a CPU, has numba, and JAX
-      sees one device; else on the device. The host kernel gathers sharded leaves on one device.
+    backend: where ``"exact"`` runs. ``"auto"``: on the host if JAX runs on one CPU device and numba
+      is installed, else on the device. The host kernel gathers sharded leaves on one device.
     key: a key of ``jax.random.key`` or a seed. Not needed for ``"rank"``, nor if lamda is 1 in
-      every step: `lamda` and `lamda_max` are 1, and `beta2` at least 1.
-    layout: where a kernel has its output axis, if `layers` does not tell: ``"flax"``, last;
-      ``"torch"``, first.
-    layers: what :func:`layer_axes` returns. None: the extra argument `layers` of ``update``, which
-      the train step passes.
+      every step, as with `lamda` and `lamda_max` 1 and `beta2` at least 1.
+    layout: where a kernel has its output axis, as in :func:`centralize`.
+    layers: the axes of layers, fan-in and outputs, as in :func:`centralize`.
 
   Returns:
     An :class:`optax.GradientTransformationExtraArgs` that needs `params`. Its updates have the
     wider of the dtypes of params and gradients. The extra argument `partitions` replays recorded
-    ones: a tree like the params of int32 (n, vectors), each vector's positions after the shuffle.
+    shuffles: a tree like the params of int32 (n, vectors), the positions of each vector after them.
 
   Raises:
-    ValueError: the key is missing; in ``init`` outside of ``jit``: weights that are not finite.
+    ValueError: the key is missing; in ``init`` outside of ``jit``: weights are not finite.
 
   Examples:
     >>> import jax, jax.numpy as jnp, numpy as np, optax_boost
@@ -166,10 +167,10 @@ def sgperm(
     Qiu, Suda, `Permute to Train <https://arxiv.org/abs/2003.02570>`_, 2020.
 
   .. note::
-    SGPerm.py orders equal recommendations by an unstable sort, and draws subsets for each vector;
-    this function reverses a stable sort, and vectors of the same length share one draw by the order
-    of their weights, equal ones in natural order. Leaves of any rank are permuted. Inside
-    ``shard_map`` they must be whole: a permutation counts the entries of the whole leaf.
+    SGPerm.py orders equal recommendations by an unstable sort, and draws subsets for each vector.
+    This function reverses a stable sort, and shuffles the ranks of the weights, equal weights by
+    position, once for all vectors of the same length. It permutes leaves of any rank. Inside
+    ``shard_map`` leaves must be whole, since a permutation has the indices of whole leaves.
   """
   _checks.check_number("alpha", alpha, minimum=0.0)
   _checks.check_number("lamda", lamda, positive=True, maximum=1.0)
@@ -187,11 +188,11 @@ def sgperm(
   draws = method == "pairs" or (method == "exact" and not schedules.always_whole)
   if key is None and draws:
     raise ValueError(
-      f"`{_METHOD}` draws {'pairs' if method == 'pairs' else 'subsets'} and needs a `key`; got"
-      " none. Pass `key=jax.random.key(...)` or a seed."
+      f"`{_METHOD}` needs a `key`, from which it draws pairs or subsets; got none. Pass"
+      " `key=jax.random.key(...)` or a seed."
     )
   transform = _Sgperm(
-    cutter=_weight_vectors.Cutter(_METHOD, layout, layers),
+    layouts=_weight_vectors.Layouts(_METHOD, layout, layers),
     schedules=schedules,
     momentum=_schedules.as_float(momentum),
     momentum_lr=_schedules.as_float(momentum_lr),
@@ -208,12 +209,12 @@ def sgperm(
 
 @dataclasses.dataclass(frozen=True)
 class _Sgperm:
-  """The transformation; its fields are as the arguments of :func:`sgperm`."""
+  """The transformation; its fields are the checked arguments of :func:`sgperm`."""
 
-  cutter: _weight_vectors.Cutter
+  layouts: _weight_vectors.Layouts
   schedules: _schedules.Schedules
-  momentum: Any
-  momentum_lr: Any
+  momentum: float | jax.Array
+  momentum_lr: float | jax.Array
   least: int
   remainder: bool
   method: str
@@ -221,7 +222,7 @@ class _Sgperm:
   key: jax.Array
 
   def init(self, params: optax.Params) -> SgpermState:
-    self.cutter.for_init(params)
+    self.layouts.for_init(params)
     count = jnp.zeros([], jnp.int32)
     ranked = self.method == "rank"
     return SgpermState(
@@ -243,10 +244,10 @@ class _Sgperm:
     state: SgpermState,
     params: optax.Params,
     *,
-    partitions: Any = None,
+    partitions: optax.Params | None = None,
     layers: _layer_axes.LayerAxes | None = None,
   ) -> tuple[optax.Updates, SgpermState]:
-    layouts = self.cutter.for_update(state, params, layers)
+    layouts = self.layouts.for_update(state.permuted_params, params, layers)
     momentum, notfinite = self._new_momentum(updates, state.momentum)
     ranked_axes = zlib.crc32(repr([lay.fan_in for lay in layouts]).encode()) >> 1
     exact, permutation, *ranks = _execution.permute(
@@ -270,11 +271,12 @@ class _Sgperm:
       notfinite_count=_arrays.increment_if(notfinite, state.notfinite_count),
     )
 
-  def _new_momentum(self, updates: Any, momentum: Any) -> tuple[Any, jax.Array]:
-    """The new momentum, in which an entry whose gradient is not finite keeps its old value.
+  def _new_momentum(
+    self, updates: optax.Updates, momentum: optax.Updates
+  ) -> tuple[optax.Updates, _types.BoolScalar]:
+    """The new momentum, and whether a gradient entry was not finite.
 
-    An entry that a finite gradient would carry beyond the range keeps its old value, too. Also
-    returns whether a gradient entry was not finite.
+    Entries whose gradient or new momentum is not finite keep their old momentum.
     """
 
     def add(g: jax.Array, m: jax.Array) -> jax.Array:
@@ -291,9 +293,9 @@ class _Sgperm:
     weights: Sequence[Sequence[jax.Array]],
     fixed: Sequence[Sequence[jax.Array]],
   ) -> list[Sequence[jax.Array]]:
-    """The new weights, entries and, with ``method="rank"``, ranks of each leaf.
+    """The new weights, permutation and, with ``method="rank"``, ranks of each leaf.
 
-    `weights`: the old ones. `fixed`: the leaf's momentum and perhaps its partitions.
+    `weights` has these arrays before the step; `fixed` has the momentum and perhaps partitions.
     """
     count, key, unranked = args
     bits = self._random_bits(count, key, layouts)
@@ -308,7 +310,7 @@ class _Sgperm:
     def rank(
       values: jax.Array, entries: jax.Array, ranks: jax.Array, momentum: jax.Array
     ) -> list[jax.Array]:
-      # The first step may get other axes of layers than `init` knew; then the ranks are unknown.
+      # The first step may get other `layers` than `init` had; then the ranks are unknown.
       order = jax.lax.cond(
         unranked, lambda: _sorting.argsort(values), lambda: _sorting.inverse(ranks)
       )
@@ -318,7 +320,7 @@ class _Sgperm:
     def exact(
       values: jax.Array, entries: jax.Array, momentum: jax.Array, *partitions: jax.Array
     ) -> list[jax.Array]:
-      # Outputs that are sharded stay so if they come before the leaves in the axis of vectors.
+      # With the outputs in front of the leaves, an axis of outputs that is sharded stays so.
       shape = jnp.moveaxis(values, 1, -1).shape
 
       def columns(x: jax.Array) -> jax.Array:
@@ -345,14 +347,14 @@ class _Sgperm:
   def _random_bits(
     self, count: jax.Array, key: jax.Array, layouts: Sequence[_weight_vectors.Layout]
   ) -> jax.Array:
-    """Random words, one draw that all leaves share: weights never move between vectors."""
+    """Random words that all leaves share, which is no loss: weights don't move between vectors."""
     drawn = [lay.length for lay in layouts if self.method == "exact" and self._draws(lay.length)]
     most = _pairs_and_ranks.ROUNDS if self.method == "pairs" else max(drawn, default=0)
     step_key = jax.random.wrap_key_data(key, impl=jax.random.key_impl(self.key))
     return jax.random.bits(jax.random.fold_in(step_key, count), (most,), jnp.uint32)
 
   def _draws(self, n: int) -> bool:
-    """Whether vectors of n weights are cut into subsets in some step."""
+    """Whether a vector of n weights has several subsets in some step."""
     return self.schedules.sizes(n, self.least)[0] < n
 
   def _work(
@@ -361,9 +363,9 @@ class _Sgperm:
     bits: jax.Array,
     values: jax.Array,
     momentum: jax.Array,
-    order: Any = None,
+    order: jax.Array | None = None,
   ) -> _host_search.Work:
-    """The inputs of an exact step of columns; without an `order` one is drawn from `bits`."""
+    """The inputs of an exact step on columns; `bits` shuffle them if there is no `order`."""
     n = len(values)
     if order is None:
       order = _sorting.argsort(bits[:n]) if self._draws(n) else jnp.arange(n, dtype=jnp.int32)
@@ -380,7 +382,7 @@ class _Sgperm:
     return alone and _host_search.have_numba()
 
 
-# Jitted and with a sharding hint, because outside of a jit the results of a callback would not be
+# Jitted and with a sharding hint, because outside of ``jit`` the results of a callback would not be
 # on the mesh of the weights.
 @functools.partial(jax.jit, static_argnums=1)
 def _called_back(works: list[_host_search.Work], remainder: bool) -> list[jax.Array]:
@@ -394,7 +396,7 @@ def _called_back(works: list[_host_search.Work], remainder: bool) -> list[jax.Ar
 
 
 def _permute_on_host(works: list[_host_search.Work], *, remainder: bool) -> list[np.ndarray]:
-  """The exact step of each leaf; ``vmap`` may have put more axes before those of the leaf."""
+  """The exact step of each leaf; ``vmap`` may have put axes in front of those of the leaf."""
   results = []
   for work in works:
     arrays = jax.tree.map(np.asarray, work)
@@ -407,15 +409,14 @@ def _permute_on_host(works: list[_host_search.Work], *, remainder: bool) -> list
 
 
 def _orders_to_replay(
-  partitions: Any, updates: Any, layouts: list[_weight_vectors.Layout]
+  partitions: optax.Params | None,
+  updates: optax.Updates,
+  layouts: list[_weight_vectors.Layout],
 ) -> list[list[jax.Array]]:
-  """The extra argument `partitions` as a list of one list, each array in its leaf's shape.
-
-  An empty list if the partitions are drawn.
-  """
+  """A list with one list, the arrays of `partitions` in the leaves' shapes; empty without them."""
   if partitions is None:
     return []
-  structure: Any = jax.tree.structure(updates)
+  structure: _types.TreeDef = jax.tree.structure(updates)
   if jax.tree.structure(partitions) != structure:
     raise ValueError(
       f"`partitions` must have the tree structure of the params; got"

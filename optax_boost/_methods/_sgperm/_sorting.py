@@ -1,8 +1,8 @@
 r"""Sorting along the first axis, on a CPU about three times as fast as XLA's own argsort.
 
 XLA for CPUs sorts one array of integers about three times as fast as it sorts keys and indices
-together (XLA 21). So each sort in here is of one array of uint32, which holds a part of the key, a
-*digit*, in its high bits and the entry's index in its low bits. The index makes equal digits
+together (XLA 21). So each sort here sorts one array of uint32, whose high bits hold a part of the
+key, a *digit*, and whose low bits hold the index of the entry. The index makes equal digits
 distinct, so the sort is stable:
 
   b                    the bits that an index of n entries needs: 2 for n = 4
@@ -10,12 +10,12 @@ distinct, so the sort is stable:
 
 1. Floats become integers of the same order. The sign bit is set in positive ones, and all bits are
    inverted in negative ones.
-2. One sort by the leading digit. Only entries whose keys differ in the last b bits alone can be out
-   of order after it: they form groups of equal digits, most of one entry.
-3. In a few rounds, neighbours in a group that are out of order change places.
-4. If a group is still out of order, as where many keys nearly agree, the entries are sorted again
-   from scratch: by the last digit, then by the one before it, and so on. As each sort keeps the
-   order of equal digits, the last sort leaves all of them in order (a radix sort).
+2. The entries are sorted by the leading digit. After that, only entries of equal digits can be out
+   of order, whose keys differ in the last b bits. Most digits occur once.
+3. In a few rounds, neighbours of equal digits that are out of order change places.
+4. If entries are still out of order, as if many keys nearly agree, they are sorted again from
+   scratch: by the last digit, then by the one before it, and so on. As each sort keeps the order of
+   equal digits, all entries are in order after the last sort (a radix sort).
 
 An example with n = 4, so with 2 bits for the index and digits of 30 bits. The first two numbers
 differ in the last bit only:
@@ -35,8 +35,8 @@ exchanges compares their whole keys:
   >>> index.tolist(), bool(in_order)
   ([2, 3, 1, 0], True)
 
-Groups need one array more: their number comes before the key, as `high` bits of a key of up to 64
-bits. This sorts by group 0 first, and within a group by the float:
+Entries of groups are sorted by the number of the group first. It is a second word, `high`, in front
+of the key, which then has up to 64 bits. Here group 0 comes first, then each group's smaller float:
 
   >>> argsort(x, jnp.array([1, 0, 0, 1], jnp.uint32), high_bits=1).tolist()
   [2, 1, 3, 0]
@@ -48,18 +48,18 @@ import jax.numpy as jnp
 # `jnp.argsort` takes less than a tenth of a millisecond for arrays of fewer entries; to compile
 # the sorts below for them takes half a second.
 _FEW_ENTRIES = 512
-# Rounds of exchanges after which the sort from scratch is shorter.
+# After so many rounds of exchanges, a sort from scratch is faster.
 _EXCHANGES = 8
 
 
 def argsort(x: jax.Array, high: jax.Array | None = None, high_bits: int = 0) -> jax.Array:
   """A stable argsort along axis 0 of floats without NaN, or of uint32.
 
-  `high`: uint32 that come before `x` in the comparison, of which `high_bits` bits may be set.
+  If given, `high` (uint32) is compared before `x`; only its last `high_bits` bits may be set.
   """
   index_bits = _index_bits(x)
   digit_bits = 32 - index_bits
-  # Keys of float64 have too many digits, and so have all keys if digits are short.
+  # Keys of float64, and all keys if digits are short, have too many digits.
   if x.size < _FEW_ENTRIES or x.dtype == jnp.float64 or digit_bits < 11:
     rows = jax.lax.broadcasted_iota(jnp.int32, x.shape, 0)
     key_words = [x] if high is None else [high, x]
@@ -95,7 +95,7 @@ def _sortable(x: jax.Array) -> jax.Array:
 
 
 def _bits(low: jax.Array, high: jax.Array | None, start: int, number: int) -> jax.Array:
-  """The bits from `start` on, counted from the last, of keys whose words are `high` and `low`."""
+  """`number` bits of keys with the words `high` and `low`, from bit `start` on; bit 0 is last."""
   bits = low >> start if start < 32 else jnp.zeros_like(low)
   if high is not None and start + number > 32:
     bits |= high << (32 - start) if start < 32 else high >> (start - 32)
@@ -142,7 +142,7 @@ def _exchange(digits: jax.Array, keys: jax.Array, index: jax.Array) -> tuple[jax
 
 
 def within_groups(group: jax.Array, x: jax.Array) -> jax.Array:
-  """Sorts int32 from 0 to n - 1 along axis 0 by ascending group, then size."""
+  """Sorts int32 from 0 to n - 1 along axis 0, by group and within a group by value."""
   bits = _index_bits(x)
   if 2 * bits > 32:
     return jax.lax.sort((group, x), dimension=0, num_keys=2)[1]
@@ -152,7 +152,7 @@ def within_groups(group: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def gather(x: jax.Array, index: jax.Array) -> jax.Array:
-  """Reads ``x[index[i, j], j]``; all indices are in bounds."""
+  """Reads ``x[index[i, j], j]``; all indices must be in bounds."""
   return jnp.take_along_axis(x, index, axis=0, mode="promise_in_bounds")
 
 

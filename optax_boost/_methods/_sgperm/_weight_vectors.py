@@ -1,12 +1,13 @@
-"""Leaves as stacks of weight vectors: one column per output, its incoming weights in it."""
+"""Weight vectors: cuts a leaf into one column per output, which holds its incoming weights."""
 
 import dataclasses
 import math
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from optax_boost._form import _finiteness, _state_check
 from optax_boost._foundation import (
@@ -25,14 +26,15 @@ from optax_boost._trace import _layer_axes
 class Layout:
   """How a leaf is cut into weight vectors."""
 
-  name: str = dataclasses.field(compare=False)  # leaves that differ in it alone share programs
+  # The path of the leaf; leaves that differ only in it share programs.
+  name: str = dataclasses.field(compare=False)
   shape: tuple[int, ...]
   fan_in: tuple[int, ...]  # the axes that run along a weight vector
-  excluded: bool = False  # not permuted
+  excluded: bool = False  # by the argument `exclude`: not permuted
 
   @property
   def axes(self) -> tuple[int, ...]:
-    """All axes, the fan-in first."""
+    """All axes, those of the fan-in first."""
     return self.fan_in + tuple(axis for axis in range(len(self.shape)) if axis not in self.fan_in)
 
   @property
@@ -47,7 +49,7 @@ class Layout:
 
   @property
   def movable(self) -> bool:
-    """Whether there is anything to permute."""
+    """Whether the leaf is permuted: it has vectors of several weights, and is not excluded."""
     return self.length > 1 and self.vectors > 0 and not self.excluded
 
   def fan_in_first(self, x: jax.Array) -> jax.Array:
@@ -64,8 +66,8 @@ class Layout:
     return jnp.transpose(columns.reshape(shape), np.argsort(self.axes).tolist())
 
 
-class Cutter:
-  """Cuts the leaves of a method's trees into weight vectors, and checks that they can be."""
+class Layouts:
+  """Finds the layout of each leaf of a tree, from the arguments of a factory."""
 
   def __init__(
     self,
@@ -82,7 +84,7 @@ class Cutter:
       fan_in = leaf.axes_of_layer if vector else _layer_axes.fan_in(leaf, layout)
       return Layout(_paths.leaf_name(leaf.path), leaf.shape, fan_in, excluded)
 
-    def layouts(tree: Any, layers: _layer_axes.LayerAxes | None) -> list[Layout]:
+    def layouts(tree: _types.Tree, layers: _layer_axes.LayerAxes | None) -> list[Layout]:
       excluded = _selectors.select(tree, exclude, "exclude")
       leaves = _layer_axes.leaves_of(tree, layers)
       permuted = [leaf for leaf, skip in zip(leaves, excluded, strict=True) if not skip]
@@ -91,46 +93,50 @@ class Cutter:
 
     self._layouts = _trees.once_per_tree(layouts)
 
-  def for_init(self, params: Any) -> list[Layout]:
-    """The layouts of all leaves; ``update`` may get `layers` that change their axes.
+  def for_init(self, params: optax.Params) -> list[Layout]:
+    """The layouts of all leaves in ``init``; those in ``update`` may have other axes.
 
-    Refuses weights that are not finite, as far as their values are known.
+    ValueError if weights whose values are known are not finite.
     """
     layouts: list[Layout] = self._layouts(params, self._layers)
     for lay, x in zip(layouts, jax.tree.leaves(params), strict=True):
       unknown = isinstance(x, jax.core.Tracer | jax.ShapeDtypeStruct)
       if not (lay.excluded or unknown or _finite(x)):
         raise ValueError(
-          f"`{self._method}` needs finite initial weights, for it keeps their values; the leaf"
-          f" '{lay.name}' has a NaN or an infinity. Initialize it again, or leave it to another"
-          " optimizer with `optax.partition`."
+          f"`{self._method}` needs finite initial weights, whose values it keeps; got a NaN or an"
+          f" infinity in the leaf '{lay.name}'. Initialize the leaf again."
         )
     return layouts
 
-  def for_update(self, state: Any, params: Any, layers: Any) -> list[Layout]:
-    """The layouts of params that fit the state; `layers` as ``update`` gets it."""
+  def for_update(
+    self, permuted_params: optax.Params, params: optax.Params, layers: _types.Unchecked
+  ) -> list[Layout]:
+    """The layouts of all leaves in ``update``, which has the extra argument `layers`.
+
+    ValueError if the state has `permuted_params` of other shapes.
+    """
     layouts: list[Layout] = self._layouts(params, _leaves.choose_layers(self._layers, layers))
     shapes = [lay.shape for lay in layouts if not lay.excluded]
-    state_shapes = [jnp.shape(x) for x in jax.tree.leaves(state.permuted_params)]
+    state_shapes = [jnp.shape(x) for x in jax.tree.leaves(permuted_params)]
     _state_check.check_shapes(self._method, state_shapes, shapes)
     return layouts
 
 
 def _finite(x: jax.Array) -> bool:
-  # Computed at once even inside a trace, as the values are known.
+  # Computed now, even inside a trace, since the values are known.
   with jax.ensure_compile_time_eval():
     return bool(_largest_is_finite(x))
 
 
 @jax.jit
 def _largest_is_finite(x: jax.Array) -> jax.Array:
-  # The largest magnitude decides for all entries. On a CPU this compiles three times as fast as
-  # `jnp.all` over all of them.
+  # All entries are finite if the largest magnitude is. On a CPU this compiles three times as fast
+  # as `jnp.all` over all entries.
   return _finiteness.finite_entries(jnp.max(jnp.abs(x), initial=0))
 
 
-def identity(x: Any) -> Any:
-  """The permutation of a leaf that changes nothing, int32."""
+def identity(x: jax.Array | jax.ShapeDtypeStruct) -> jax.Array | jax.ShapeDtypeStruct:
+  """The identity as a permutation: for each entry of a leaf its own index, int32."""
   if isinstance(x, jax.ShapeDtypeStruct):
     return x.update(dtype=jnp.int32)
   # `jax.jit` drops an argument without entries, and with it the mesh.
@@ -142,7 +148,7 @@ def _entries(x: jax.Array) -> jax.Array:
   if x.size > np.iinfo(np.int32).max:
     raise ValueError(f"A leaf may have 2^31 - 1 entries at most; got one of shape {x.shape}.")
   entries = jnp.arange(x.size, dtype=jnp.int32).reshape(x.shape)
-  # XLA 19: `x > inf` is always False, but never folded: these zeros are sharded as the leaf is.
+  # XLA 19: `x > inf` is always False, but XLA can't know that, so the sum is sharded as the leaf.
   return entries + (x > jnp.inf).astype(jnp.int32)
 
 
