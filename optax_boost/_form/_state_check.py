@@ -19,8 +19,8 @@ _NUMBER_KINDS = (jnp.floating, jnp.complexfloating, jnp.integer)
 # The shape and the dtype of an array.
 _ArrayType: TypeAlias = tuple[tuple[int, ...], _types.Dtype]
 _WRONG_TYPE = (
-  "`{method}` needs the state that its own `init` made, {required}; got {got}. Pass the state of"
-  " this transformation; a checkpoint must be restored into the structure of `tx.init(params)`."
+  "`{method}` needs the state that its own `init` made, {required}; got {got}. Pass what"
+  " `tx.init(params)` returns, or a checkpoint that is restored into its structure."
 )
 
 
@@ -72,8 +72,8 @@ def check(
   if difference:
     raise ValueError(
       "The optimizer state must be the one that this transformation's `init` made of these params;"
-      f" {difference}. Make it with `tx.init(params)` or `step.init(params)`; a checkpoint must be"
-      " restored into the structure of what these return."
+      f" {difference}. Make it with `tx.init(params)` or `step.init(params)`, or restore a checkpoint"
+      " into the structure of what these return."
     )
 
 

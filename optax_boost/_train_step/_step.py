@@ -54,8 +54,8 @@ class TrainStep:
     """
     if isinstance(params, optax.LookaheadParams):
       raise TypeError(
-        "`params` must be the tree that the loss takes; got an optax.LookaheadParams, whose fast"
-        " params alone have gradients. For `optax.lookahead` write the step with"
+        "`params` must be the tree that the loss takes; got an optax.LookaheadParams. For"
+        " `optax.lookahead` write the step with"
         " `optax_boost.apply_gradients(tx, grads, opt_state, params)`."
       )
     _tree_checks.check_traceable("params", params)
