@@ -72,8 +72,8 @@ def check(
   if difference:
     raise ValueError(
       "The optimizer state must be the one that this transformation's `init` made of these params;"
-      f" {difference}. Make it with `tx.init(params)` or `step.init(params)`, or restore a checkpoint"
-      " into the structure of what these return."
+      f" {difference}. Make it with `tx.init(params)` or `step.init(params)`, or restore a"
+      " checkpoint into the structure of what these return."
     )
 
 

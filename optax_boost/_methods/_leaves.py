@@ -1,7 +1,8 @@
 """The arguments `exclude`, `layers` and `axis_name` of methods that treat each layer by itself.
 
-The train step makes the extra argument `layers` of ``update``, in ``_train_step/_program.py``, from
-a trace of the loss. A method's step gets it if it has a keyword argument of this name.
+The train step makes the extra argument `layers` of ``update`` from a trace of the loss, in
+``_train_step/_step_computation.py``. A method's step gets it if it has a keyword argument of this
+name.
 """
 
 from collections.abc import Callable, Mapping, Sequence

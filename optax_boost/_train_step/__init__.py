@@ -12,7 +12,7 @@ It knows the protocol and no method by name. The modules, each of which imports 
   _frozen_statistics  the statistics of frozen layers, which are not updated
   _written_params     params that a forward pass writes
   _rejected_batch     what a step keeps as it was if a wrapper leaves its batch out
-  _program            the computation of a step: its extra arguments, and when it replays a traced
+  _step_computation   the computation of a step: its extra arguments, and when it replays a traced
                       loss
   _frozen_depth       how many groups the next step freezes, read from the device only when it may
                       have changed
@@ -23,12 +23,12 @@ It knows the protocol and no method by name. The modules, each of which imports 
 from optax_boost._train_step._compilation import compile_programs as compile_programs
 from optax_boost._train_step._frozen_depth import DepthReader as DepthReader
 from optax_boost._train_step._metrics import flatten_metrics as flatten_metrics
-from optax_boost._train_step._program import Program as Program
 from optax_boost._train_step._state_placement import (
   canonicalize_state as canonicalize_state,
   placement as placement,
 )
 from optax_boost._train_step._step import TrainStep as TrainStep, make_train_step as make_train_step
+from optax_boost._train_step._step_computation import StepComputation as StepComputation
 from optax_boost._train_step._train_state import TrainState as TrainState
 from optax_boost._train_step._written_params import (
   copied_inputs as copied_inputs,

@@ -16,8 +16,8 @@ from optax_boost._trace import _losses
 from optax_boost._train_step import (
   _compilation,
   _frozen_depth,
-  _program,
   _state_placement,
+  _step_computation,
   _train_state,
 )
 
@@ -25,10 +25,10 @@ from optax_boost._train_step import (
 class TrainStep:
   """A jitted train step; made by :func:`make_train_step`."""
 
-  def __init__(self, program: _program.Program, donate: bool = True):
-    self.program = program
+  def __init__(self, computation: _step_computation.StepComputation, donate: bool = True):
+    self.computation = computation
     donated = (0,) if donate else ()
-    self._step = jax.jit(program.step, donate_argnums=donated, static_argnums=(4, 5))
+    self._step = jax.jit(computation.step, donate_argnums=donated, static_argnums=(4, 5))
     # The keys are the structures of optimizer states.
     self._depths: dict[_types.TreeDef, _frozen_depth.DepthReader] = {}
 
@@ -61,7 +61,7 @@ class TrainStep:
     _tree_checks.check_traceable("params", params)
     _tree_checks.check_traceable("model_state", model_state)
     _check_variables(params)
-    if self.program.has_model_state and model_state is None:
+    if self.computation.has_model_state and model_state is None:
       raise TypeError(
         "`step.init` needs the mutable statistics that the loss takes: `step.init(params,"
         " model_state)`."
@@ -72,7 +72,7 @@ class TrainStep:
     params, model_state = jax.tree.map(jnp.array, (params, model_state))
     _tree_checks.check_inexact(params, "make_train_step", _tree_checks.KEEP_OUT)
     state = _train_state.TrainState(
-      params, self.program.tx.init(params), model_state, jnp.zeros([], jnp.int32)
+      params, self.computation.tx.init(params), model_state, jnp.zeros([], jnp.int32)
     )
     return _state_placement.canonicalize_state(state)
 
@@ -134,7 +134,7 @@ class TrainStep:
       ValueError: the optimizer has no ``svrg``, there is no batch, or a tree does not fit.
     """
     _check_call(state, rng)
-    gradient = jax.tree_util.Partial(self.program.gradient, state.model_state)
+    gradient = jax.tree_util.Partial(self.computation.gradient, state.model_state)
     try:
       if rng is not None:
         _checks.check_key("rng", rng)
@@ -210,8 +210,8 @@ class TrainStep:
     rng: jax.Array | None,
     depth: int | None,
   ) -> tuple[Any, ...]:
-    """The arguments of :meth:`_program.Program.step`."""
-    return state, batch, rng, self.program.data, depth, _state_placement.placement(state)
+    """The arguments of :meth:`_step_computation.StepComputation.step`."""
+    return state, batch, rng, self.computation.data, depth, _state_placement.placement(state)
 
 
 def _check_variables(params: _types.Unchecked) -> None:
@@ -334,7 +334,8 @@ def make_train_step(
     )
   options["has_model_state"] |= _losses.is_stateful(loss_fn)
   full_grad_fn, data = _bound_arrays(full_grad_fn)
-  return TrainStep(_program.Program(loss_fn, tx, full_grad_fn, data, **options), donate)
+  computation = _step_computation.StepComputation(loss_fn, tx, full_grad_fn, data, **options)
+  return TrainStep(computation, donate)
 
 
 def _bound_arrays(

@@ -50,8 +50,8 @@ class _Training:
 class TrainStep:
   """A jitted train step that updates model and optimizer; made by :func:`make_train_step`."""
 
-  def __init__(self, program: _train_step.Program, donate: bool):
-    self._program = program
+  def __init__(self, computation: _train_step.StepComputation, donate: bool):
+    self._computation = computation
     self._donate = donate
     self._jitted = jax.jit(self._step, donate_argnums=(1,) if donate else (), static_argnums=(5, 6))
     self._trainings = weakref.WeakKeyDictionary[nnx.Optimizer, _Training]()
@@ -98,12 +98,12 @@ class TrainStep:
     The arguments are those of :meth:`optax_boost.TrainStep.refresh`. The pass does not change the
     model or `rng`. Dropout draws new masks for each batch.
     """
-    program, state, key = self._checked_state(model, optimizer, rng)
+    computation, state, key = self._checked_state(model, optimizer, rng)
     batches = _batch.close_all(batches)
     if callable(weight_fn):
       weight_fn = _batch.on_user_batch(weight_fn)
     key = jax.random.key(_loss.PASS_SEED) if key is None else key
-    state = _train_step.TrainStep(program).refresh(
+    state = _train_step.TrainStep(computation).refresh(
       state, batches, key, weight_fn=weight_fn, progress=progress
     )
     nnx.update(optimizer.opt_state, nnx.state(state.opt_state))
@@ -161,7 +161,7 @@ class TrainStep:
     training = self._trainings[optimizer]
     depth, steps = training.depths.read(optimizer.opt_state)
     batch = _batch.close(batch)
-    return rngs, (batch, key, self._program.data, depth, training.placement), steps
+    return rngs, (batch, key, self._computation.data, depth, training.placement), steps
 
   def _step(
     self,
@@ -176,15 +176,15 @@ class TrainStep:
     """Computes a step on the arrays of model, optimizer and rngs; returns their new arrays."""
     with nnx.merge_context(_STEP_CONTEXT, inner=True) as context:
       model, optimizer, rngs = context.unflatten(graphdef, arrays)
-    program, state = self._split(model, optimizer, rngs, key)
+    computation, state = self._split(model, optimizer, rngs, key)
     # The structure of the model has changed since its first call, so the shardings don't fit.
     if len(placement) != len(jax.tree.leaves(state)):
       placement = ()
     if key is not None:
       batch = _batch.KeyedBatch(batch)
-    elif program.full_grad_fn is not None:
+    elif computation.full_grad_fn is not None:
       data = {**data, "rng": jax.random.key(_loss.PASS_SEED)}
-    state, metrics = program.step(state, batch, key, data, depth, placement)
+    state, metrics = computation.step(state, batch, key, data, depth, placement)
     _write_state(state, optimizer)
     _model.write(state.params, state.model_state, model, *rngs)
     with nnx.split_context(_STEP_CONTEXT) as context:
@@ -193,33 +193,33 @@ class TrainStep:
 
   def _split(
     self, model: _model.Model, optimizer: nnx.Optimizer, rngs: _Rngs, key: jax.Array | None
-  ) -> tuple[_train_step.Program, _train_step.TrainState]:
-    """Returns the program for this model and optimizer, and their state."""
+  ) -> tuple[_train_step.StepComputation, _train_step.TrainState]:
+    """Returns the computation for this model and optimizer, and their state."""
     graphdef, params, model_state = _model.split(optimizer.wrt, model, *rngs)
     loss_fn = _loss.pure_loss(
-      self._program.loss_fn, graphdef, optimizer.wrt, has_key=key is not None
+      self._computation.loss_fn, graphdef, optimizer.wrt, has_key=key is not None
     )
     tx = _checks.check_transformation("optimizer.tx", optimizer.tx)
-    program = dataclasses.replace(self._program, loss_fn=loss_fn, tx=tx)
+    computation = dataclasses.replace(self._computation, loss_fn=loss_fn, tx=tx)
     opt_state = _model.as_pure(optimizer.opt_state)
-    return program, _train_step.TrainState(params, opt_state, model_state, optimizer.step[...])
+    return computation, _train_step.TrainState(params, opt_state, model_state, optimizer.step[...])
 
   def _checked_state(
     self, model: _model.Model, optimizer: nnx.Optimizer, rng: Rng | None
-  ) -> tuple[_train_step.Program, _train_step.TrainState, jax.Array | None]:
-    """Checks the arguments of a call; returns the program, the state and the key for them."""
+  ) -> tuple[_train_step.StepComputation, _train_step.TrainState, jax.Array | None]:
+    """Checks the arguments of a call; returns the computation, the state and the key for them."""
     rngs, key = _split_rng(rng)
     _model.check(model, tree=True)
     words = "what `nnx.Optimizer(model, tx, wrt=nnx.Param)` returns"
     _checks.check_type("optimizer", optimizer, nnx.Optimizer, words)
-    program, state = self._split(model, optimizer, rngs, key)
+    computation, state = self._split(model, optimizer, rngs, key)
     if not jax.tree.leaves(state.params):
       raise ValueError(
         "`optimizer.wrt` must select variables of the model; got"
         f" {_checks.shorten(optimizer.wrt)}, which selects none."
       )
     _tree_checks.check_inexact(state.params, "make_train_step", _tree_checks.KEEP_OUT)
-    return program, _train_step.canonicalize_state(state), key
+    return computation, _train_step.canonicalize_state(state), key
 
 
 def _copy_shared(arrays: list[Any], outputs: Sequence[weakref.ref[jax.Array]]) -> list[Any]:
@@ -367,5 +367,5 @@ def make_train_step(loss_fn: _types.LossFn, *_optimizers: Any, **options: Any) -
     options["weight"] = _batch.on_user_batch(weight)
   # Each call replaces this transformation by its optimizer's.
   step = _train_step.make_train_step(loss_fn, optax.identity(), **options)
-  program = dataclasses.replace(step.program, has_model_state=True)
-  return TrainStep(program, options.get("donate", True))
+  computation = dataclasses.replace(step.computation, has_model_state=True)
+  return TrainStep(computation, options.get("donate", True))

@@ -63,9 +63,9 @@ _UNUSED_WEIGHT = (
 )
 
 
-# Programs are compared by identity, since `jax.jit` keeps compiled programs by the bound method.
+# Compared by identity, since `jax.jit` keeps compiled programs by the bound method.
 @dataclasses.dataclass(frozen=True, eq=False)
-class Program:
+class StepComputation:
   """The computation of a train step; its fields are the arguments of :func:`make_train_step`.
 
   Attributes:
