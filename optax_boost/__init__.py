@@ -1,6 +1,6 @@
-"""The training step around an optax optimizer, as composable optax transformations.
+"""Methods and wrappers for optax optimizers as optax transformations, and a train step for them.
 
-Flax is imported with ``optax_boost.nnx`` and ``optax_boost.linen`` alone, when they are first used.
+Only ``optax_boost.nnx`` and ``optax_boost.linen`` need Flax; they are imported at their first use.
 """
 
 import importlib
@@ -107,11 +107,11 @@ __all__ = [
   "switch_after",
 ]
 
-# Type checkers would take any name for one of this module.
+# A type checker that saw `__getattr__` would accept any attribute of this module.
 if not TYPE_CHECKING:
 
   def __getattr__(name: str) -> Any:
-    """Imports the subpackages for Flax when they are first used."""
+    """Imports ``nnx`` and ``linen`` when they are first used."""
     if name not in ("linen", "nnx"):
       raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return importlib.import_module(f"{__name__}.{name}")
