@@ -23,15 +23,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_boost._foundation import _checks, _paths, _patterns
+from optax_boost._foundation import _checks, _paths, _patterns, _types
 
-# Each length is a shape of the batch, for which a train step is compiled.
+# A train step is compiled for each length.
 _MOST_LENGTHS = 5
 _FIRST_SHARE = 8
 # How a leaf of a batch is cut: along an axis, or both axes of a mask of pairs, or as a word says.
 LeafAxes: TypeAlias = int | tuple[int, int] | Literal["positions", "repeat", "keep"]
 _WORDS = ("positions", "repeat", "keep")
-# Of probabilities in bfloat16, when they are summed.
+# The error of a sum of probabilities in bfloat16.
 _ROUNDING = 1e-2
 
 
@@ -73,7 +73,7 @@ class LengthSchedule:
     """The last length, in tokens."""
     return self.lengths[-1]
 
-  def __call__(self, step: Any) -> int:
+  def __call__(self, step: int | jax.Array) -> int:
     """The sequence length at a step, an optimizer step counted from 0, not a micro-step.
 
     Raises:
@@ -166,11 +166,11 @@ def sequence_length_warmup(
 
 
 def cut_sequences(
-  batch: Any,
+  batch: _types.Batch,
   length: int,
   full_length: int,
   axes: Mapping[str, LeafAxes] | None = None,
-) -> Any:
+) -> _types.Batch:
   """Cuts each sequence of a batch into windows, which become sequences of a larger batch.
 
   Axis 0 is the batch's. By default each leaf is cut along axis 1, if this axis has L or L + 1
@@ -214,13 +214,13 @@ def cut_sequences(
 
 
 def cut(
-  batch: Any,
+  batch: _types.Batch,
   length: int,
   full_length: int,
   axes: Mapping[str, LeafAxes] | None,
   *,
   reads_values: bool,
-) -> Any:
+) -> _types.Batch:
   """Like :func:`cut_sequences`; asks about leaves of classes only if it `reads_values`."""
   _checks.check_whole_number("full_length", full_length, static=True)
   _check_length("length", length, full_length)
@@ -241,7 +241,7 @@ def cut(
   return jax.tree.unflatten(structure, windows)
 
 
-def _check_length(name: str, length: Any, full_length: int) -> None:
+def _check_length(name: str, length: int, full_length: int) -> None:
   _checks.check_whole_number(name, length, static=True)
   if full_length % length:
     raise ValueError(
@@ -251,7 +251,7 @@ def _check_length(name: str, length: Any, full_length: int) -> None:
 
 
 def match_axes(axes: Mapping[str, LeafAxes] | None, paths: list[str]) -> list[LeafAxes | None]:
-  """What `axes` says of each leaf, or None; checks the argument."""
+  """The treatment that `axes` gives each leaf, or None; checks the argument."""
   if axes is None:
     return [None] * len(paths)
   _checks.check_type("axes", axes, Mapping, "a dict from regular expressions to axes")
@@ -270,7 +270,7 @@ def match_axes(axes: Mapping[str, LeafAxes] | None, paths: list[str]) -> list[Le
 def _treatment(
   path: str, leaf: Any, named: LeafAxes | None, full_length: int, reads_values: bool
 ) -> LeafAxes | None:
-  """How a leaf is cut, its axes not negative; None: it must be named."""
+  """How a leaf is cut, with axes >= 0; None if `axes` must name the leaf."""
   name = _leaf_name(path)
   if not _checks.is_any_array(leaf) and hasattr(leaf, "shape") and not isinstance(leaf, np.generic):
     raise TypeError(
@@ -363,11 +363,9 @@ def _check_named(
       for path in unnamed
     ]
     raise ValueError(
-      f"`axes` must say how to cut {'; '.join(texts)}. By default axis 1 is cut, if no later axis"
-      f" has {entries}, too. Pass axes={line | dict(axes)} if this is right; or give an axis, the"
-      " two axes of a mask of pairs of tokens, 'positions' (they begin at 0 in each window),"
-      " 'repeat' (a value of each sequence; instead of a length pass a mask of tokens) or 'keep'"
-      " (not of sequences). Broadcast what all sequences share to each of them."
+      f"`axes` must say how to cut {'; '.join(texts)}: by default axis 1 is cut, if no later axis"
+      f" has {entries}, too. Pass axes={line | dict(axes)} if this is right; the docstring of"
+      " `cut_sequences` lists the other ways."
     )
   return [how for how in treatments if how is not None]
 
@@ -393,7 +391,7 @@ def _proposal(shape: tuple[int, ...], long_axes: list[int], counts: set[int]) ->
   return "repeat" if shape[0] in counts else "keep"
 
 
-def _check_sequences(paths: list[str], leaves: list[Any], treatments: list[Any]) -> None:
+def _check_sequences(paths: list[str], leaves: list[Any], treatments: list[LeafAxes]) -> None:
   """Raises ValueError unless all leaves that are cut or repeated have equally many sequences."""
   counts = {
     path: jnp.shape(leaf)[0]
@@ -403,8 +401,8 @@ def _check_sequences(paths: list[str], leaves: list[Any], treatments: list[Any])
   if len(set(counts.values())) > 1:
     raise ValueError(
       "`batch` must have equally many sequences in all leaves, along axis 0; got"
-      f" {_checks.shorten(counts)}. A leaf that all sequences share must be broadcast to them, as"
-      " by np.broadcast_to(leaf, shape)."
+      f" {_checks.shorten(counts)}. Broadcast a leaf that all sequences share by"
+      " np.broadcast_to(leaf, shape)."
     )
 
 

@@ -10,7 +10,7 @@ import optax
 
 from optax_boost import _sequences
 from optax_boost._form import _compositions
-from optax_boost._foundation import _checks, _mesh_axes, _tree_checks, _warnings
+from optax_boost._foundation import _checks, _mesh_axes, _tree_checks, _types, _warnings
 from optax_boost._levels import _config, _first_windows, _levels, _method_settings
 from optax_boost._methods import _centralization, _less_bn
 from optax_boost._trace import _layer_axes, _layer_groups, _losses
@@ -39,7 +39,7 @@ class AutoBoost:
 
   title: str
   level: str
-  on: dict[str, dict[str, Any]]
+  on: _config.Blocks
   why: dict[str, str]
   ignored: str = ""
   key: jax.Array | int = 0
@@ -123,7 +123,7 @@ class AutoBoost:
 
     return less_bn(model, *args, fn_flag=settings["fn_flag"], on_plan=record, **kwargs)
 
-  def batch(self, batch: Any, step: int) -> Any:
+  def batch(self, batch: _types.Batch, step: int) -> _types.Batch:
     """The batch of a step, its sequences cut to the length that the level has there.
 
     Call it for every batch, at each level, before the train step or in the loader: where nothing is
@@ -147,7 +147,7 @@ class AutoBoost:
     self.cut_batches += length < full
     return windows
 
-  def later_batches(self, batch: Any, step: int = 0) -> list[Any]:
+  def later_batches(self, batch: _types.Batch, step: int = 0) -> list[_types.Batch]:
     """A batch as :meth:`batch` will cut it, once for each length that comes after that of `step`.
 
     To compile the programs of all lengths while the first trains, instead of waiting for each:
@@ -165,12 +165,12 @@ class AutoBoost:
     return [_sequences.cut(batch, length, full, self.axes, reads_values=False) for length in later]
 
   def _prepare_sequences(
-    self, loss: Any, params: optax.Params | None, args: tuple[Any, ...]
+    self, loss: _types.LossFn | None, params: optax.Params | None, args: tuple[Any, ...]
   ) -> None:
-    """Tries the loss of the first windows, and sets when sequences are full; None: no loss."""
-    schedule: Any = self.length_schedule
+    """Tries the loss of the first windows, and decides when sequences are full."""
+    schedule = _sequences.sequence_length_warmup(**self.on[_levels.SEQUENCES])
     tables, effect = None, "the loss of windows was not tried: the optimizer got no batch"
-    if loss is not None:
+    if loss is not None and params is not None:
       if _first_windows.check_first_windows(loss, params, args, schedule, self.axes):
         effect = ""
       if self.level == "O2":
@@ -183,10 +183,10 @@ class AutoBoost:
   def optimizer(
     self,
     tx: optax.GradientTransformation,
-    loss_fn: Callable[..., Any] | None = None,
+    loss_fn: _types.LossFn | None = None,
     params: optax.Params | None = None,
     *args: Any,
-    groups: Any = None,
+    groups: _layer_groups.Groups | None = None,
   ) -> optax.GradientTransformationExtraArgs:
     """Puts the methods that are on around an optimizer.
 
@@ -213,9 +213,6 @@ class AutoBoost:
     if "dim_reduce" in self.on:
       return _method_settings.subspace_optimizer(params, **self.on["dim_reduce"])
 
-    has_loss = loss_fn is not None and params is not None
-    loss: Any = loss_fn
-
     on = self.on
     if self.length_schedule is not None:
       if groups is not None:
@@ -223,19 +220,20 @@ class AutoBoost:
           "`groups` must be None at a level for tokens, which freezes no layers; put"
           " optax_boost.freeze_layers(boost.optimizer(...), groups, schedule) around it."
         )
-      self._prepare_sequences(loss if has_loss else None, params, args)
+      self._prepare_sequences(loss_fn, params, args)
     if "less_bn" in on and "gc_flag" not in on["less_bn"]:  # a level's
       self.effects.setdefault("less_bn", ("`boost.model` was not called", False))
     ours = _levels.FREEZE in on  # a level's, of convolutions only
     freeze = _levels.FREEZE if ours else "grad_freeze"
     freezing = on.get(freeze, {})
     centralizes = _levels.CENTRALIZE in on or on.get("less_bn", {}).get("gc_flag", False)
-    layers: Any = None
-    program: Any = None
-    flags = _losses.data_flags(loss, args) if has_loss else []
-    if has_loss and (centralizes or freezing or "adasum" in on):
-      program = _losses.trace(loss, params, args)
+    layers: _layer_axes.LayerAxes | None = None
+    even_groups: Callable[[int], _layer_groups.Groups] | None = None
+    needs_layers = centralizes or freezing or "adasum" in on
+    if loss_fn is not None and params is not None and needs_layers:
+      flags, program = _losses.data_flags(loss_fn, args), _losses.trace(loss_fn, params, args)
       layers = _layer_axes.describe(program, params, flags)
+      even_groups = functools.partial(_layer_groups.even_groups, program, flags, layers, params)
     # From the inside out. A new method joins here and in `_levels`.
     if centralizes:
       centralize = _centralization.centralize(layers=layers)
@@ -246,13 +244,13 @@ class AutoBoost:
       adasum = functools.partial(_method_settings.with_adasum, layers=layers, **on["adasum"])
       tx = _compositions.around_innermost(tx, adasum)
     if freezing and groups is None:
-      if not has_loss:
+      if even_groups is None or layers is None:
         raise ValueError(
-          f"`{freeze}` is on, so the optimizer needs the order of the layers: pass the loss, the"
-          " params and the loss's arguments, or groups=..."
+          f"`boost.optimizer` must be given the loss, the params and the loss's arguments, or"
+          f" `groups`, since `{freeze}` is on; got neither."
         )
       if not ours or _convolves(layers):
-        groups = _layer_groups.even_groups(program, flags, layers, params, freezing["param_groups"])
+        groups = even_groups(freezing["param_groups"])
     if freezing:
       effect = "no layers frozen, for most kernels are not of convolutions"
       if groups is not None:
@@ -295,8 +293,8 @@ def auto_boost(
   *,
   sequence_length: int | None = None,
   axes: Mapping[str, _sequences.LeafAxes] | None = None,
-  axis_name: Any = None,
-  local_axis_name: Any = None,
+  axis_name: _types.AxisName | None = None,
+  local_axis_name: _types.AxisName | None = None,
   config: _config.Config = None,
   key: jax.Array | int = 0,
 ) -> AutoBoost:

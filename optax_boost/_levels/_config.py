@@ -8,10 +8,12 @@ import pathlib
 import sys
 from typing import Any, NamedTuple, TypeAlias
 
-from optax_boost._foundation import _checks
+from optax_boost._foundation import _checks, _types
 
-# The forms of the argument `config`.
+# What the argument `config` may be.
 Config: TypeAlias = Mapping[str, Any] | str | os.PathLike[str] | None
+# The values of keys, by block and key, as in MindSpore's configuration.
+Blocks: TypeAlias = dict[str, dict[str, Any]]
 MODES = ("auto", "manual", "enable_all", "disable_all")
 
 
@@ -25,7 +27,7 @@ class Key(NamedTuple):
 
 
 def _is_number(value: Any) -> bool:
-  # False for NaN, and for integers that no float holds.
+  # NaN is none, nor are integers that no float holds.
   return type(value) in (int, float) and abs(value) <= sys.float_info.max
 
 
@@ -78,7 +80,7 @@ SCHEMA: dict[str, dict[str, Key]] = {
 }
 
 
-def read_config(config: Config) -> dict[str, dict[str, Any]]:
+def read_config(config: Config) -> Blocks:
   """The keys that a configuration sets, by block; None, as MindSpore's examples have it, unsets."""
   if not isinstance(config, str | os.PathLike):
     return _checked(config)
@@ -91,13 +93,13 @@ def read_config(config: Config) -> dict[str, dict[str, Any]]:
     raise ValueError(f"`config`: {source} is not JSON of MindSpore's schema: {error}") from error
 
 
-def _checked(config: Any) -> dict[str, dict[str, Any]]:
+def _checked(config: Any) -> Blocks:
   words = "a dict of blocks, JSON in a string, or the path of a JSON file"
   _checks.check_type("config", config, Mapping, words)
   return {block: dict(_checked_block(block, values)) for block, values in config.items()}
 
 
-def _checked_block(block: Any, values: Any) -> Iterable[tuple[str, Any]]:
+def _checked_block(block: str, values: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
   if block not in SCHEMA:
     raise ValueError(f"`config` has no block {_checks.shorten(block)}.{nearest(block, SCHEMA)}")
   _checks.check_type(block, values, Mapping, "a dict of keys and values")
@@ -113,7 +115,7 @@ def _checked_block(block: Any, values: Any) -> Iterable[tuple[str, Any]]:
       yield name, value
 
 
-def nearest(name: Any, names: Iterable[str]) -> str:
+def nearest(name: _types.Unchecked, names: Iterable[str]) -> str:
   """Words for an error about an unknown name: the nearest known one, or the list of them."""
   names = list(names)
   close = difflib.get_close_matches(name, names, 1, 0.5) if isinstance(name, str) else []

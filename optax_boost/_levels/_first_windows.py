@@ -1,8 +1,10 @@
-"""The loss of a level's first windows, computed once before a training on them.
+"""What windows do to a loss, found out before a training on them.
 
-Windows can break a loss that whole sequences don't. Positions that a batch holds run past a table
-that the model cuts to the length of its input, and a mean over the tokens of each sequence is 0/0
-for a window of padding. In a training both are NaN, or nothing shows if JAX clamps the index.
+Windows can break a loss that is sound on whole sequences. Positions that a batch holds run past a
+table that the model cuts to the length of its input; a mean over the tokens of each sequence is 0/0
+for a window of padding. The training would get NaN, or JAX would clamp the index and show nothing.
+So the loss of the first windows is computed once. Windows also leave the last entries of a table of
+learned positions untrained; two traces of the loss find such a table.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,20 +23,20 @@ from optax_boost._trace import _losses, _position_tables
 
 
 class _Result(NamedTuple):
-  """The value of a loss, and the message about its first index out of bounds, or ""."""
+  """A loss: its value, and JAX's message about the first index out of bounds, or ""."""
 
   value: float
   index_error: str
 
   def is_sound(self, like: "_Result | None" = None) -> bool:
-    """Whether it is finite, with indices in bounds unless those of `like` aren't, too."""
+    """Whether the value is finite and no index is out of bounds where those of `like` are in."""
     in_bounds = not self.index_error or (like is not None and bool(like.index_error))
     return math.isfinite(self.value) and in_bounds
 
 
 def check_first_windows(
-  loss_fn: Callable[..., Any],
-  params: Any,
+  loss_fn: _types.LossFn,
+  params: _types.Params,
   args: tuple[Any, ...],
   schedule: _sequences.LengthSchedule,
   axes: Mapping[str, _sequences.LeafAxes] | None,
@@ -54,17 +56,17 @@ def check_first_windows(
   length, batch, named = schedule.lengths[0], args[number], dict(axes or {})
   compute = _loss_of_batch(loss_fn, params, args, number)
 
-  def of_windows(restarted: list[str]) -> _Result:
+  def loss_of_windows(restarted: list[str]) -> _Result:
     treatments: dict[str, Any] = dict.fromkeys(restarted, "positions") | named
     return compute(_sequences.cut_sequences(batch, length, schedule.full_length, treatments))
 
   try:
-    windows = of_windows([])
+    windows = loss_of_windows([])
   except Exception as error:  # the user's loss may raise anything
     error.add_note(
-      f"`boost.optimizer` computes the loss of the first windows, of {length} tokens, cut from its"
-      f" argument number {number + 1} after the params: put all leaves of tokens into this one."
-      " Without a loss, `boost.optimizer(tx)` computes none."
+      f"`boost.optimizer` computed the loss of windows of {length} tokens, cut from argument number"
+      f" {number + 1} after the params. Put all leaves of tokens into this argument, or pass"
+      " `boost.optimizer` no loss."
     )
     raise
   if windows.is_sound():
@@ -73,25 +75,24 @@ def check_first_windows(
   if windows.is_sound(like=whole):
     return True
   restarted = _unnamed_integers(batch, named)
-  mended = of_windows(restarted).is_sound(like=whole)
+  mended = loss_of_windows(restarted).is_sound(like=whole)
   if mended:
     for pattern in list(restarted):
       others = [other for other in restarted if other != pattern]
-      if of_windows(others).is_sound(like=whole):
+      if loss_of_windows(others).is_sound(like=whole):
         restarted = others
   elif math.isfinite(windows.value):
     return True
   advice = (
-    "Positions that run past a table of the windows' length need axes={'positions': 'positions'}. A"
-    " mean over each sequence's own tokens is 0/0 in a window of padding: divide by the batch's."
+    "Divide a sum over tokens by the number of real tokens in the batch, since that of one sequence"
+    " is 0 in a window of padding."
   )
   if mended:
     line = dict.fromkeys(restarted, "positions") | named
     advice = f"Positions that begin at 0 in each window mend it: pass `auto_boost` axes={line}."
   raise ValueError(
-    f"The loss of the first windows, of {length} tokens, must be finite, with indices in bounds;"
-    f" got {windows.index_error or windows.value}. Of whole sequences it is {whole.value:g}."
-    f" {advice}"
+    f"The loss of windows of {length} tokens must be finite, with indices in bounds; got"
+    f" {windows.index_error or windows.value}, and {whole.value:g} of whole sequences. {advice}"
   )
 
 
@@ -128,18 +129,18 @@ def position_tables(
 
 
 def _loss_of_batch(
-  loss_fn: Callable[..., Any], params: Any, args: tuple[Any, ...], number: int
-) -> Callable[[Any], _Result]:
+  loss_fn: _types.LossFn, params: _types.Params, args: tuple[Any, ...], number: int
+) -> Callable[[_types.Batch], _Result]:
   """The loss as a function of the batch, argument `number` after the params."""
 
-  def loss(params: Any, batch: Any, args: tuple[Any, ...]) -> Any:
+  def loss(params: _types.Params, batch: _types.Batch, args: tuple[Any, ...]) -> jax.Array:
     return jax.tree.leaves(loss_fn(params, *args[:number], batch, *args[number:]))[0]
 
   others = (*args[:number], *args[number + 1 :])
   checked = jax.jit(checkify.checkify(loss, errors=checkify.index_checks))
   plain = jax.jit(loss)
 
-  def compute(batch: Any) -> _Result:
+  def compute(batch: _types.Batch) -> _Result:
     # `checkify` can't rewrite every program: not all that are rematerialized, in JAX 0.10.
     with contextlib.suppress(Exception):
       error, value = checked(params, batch, others)
@@ -149,7 +150,7 @@ def _loss_of_batch(
   return compute
 
 
-def _unnamed_integers(batch: Any, named: Mapping[str, _sequences.LeafAxes]) -> list[str]:
+def _unnamed_integers(batch: _types.Batch, named: Mapping[str, _sequences.LeafAxes]) -> list[str]:
   """Patterns of the leaves of integers that are cut by default: one may hold positions."""
   paths = _paths.leaf_paths(batch)
   rows = zip(paths, jax.tree.leaves(batch), _sequences.match_axes(named, paths), strict=True)

@@ -6,37 +6,38 @@ from typing import Any, TypeAlias
 from optax_boost._levels import _config
 
 METHODS = tuple(_config.SCHEMA["boost"])[1:]
-# MindSpore's: less_bn and grad_freeze, then adasum, too.
+# MindSpore's levels turn on less_bn and grad_freeze at O1, and adasum, too, at O2.
 LEVELS = {"O0": METHODS[:0], "O1": METHODS[1:3], "O2": METHODS[1:4]}
-# Ours freeze convolutions at the end of the training, from this share of it on: when the learning
-# rate is low, that costs least. MindSpore freezes all along, mostly few layers, which saves little
-# and costs accuracy. A transformer saves a twentieth of the time so, and loses more. A normalized
-# head saves no time, and learns slowly.
+# MindSpore's levels: `O1` turns on less_bn and grad_freeze, `O2` adasum, too.
+# the learning rate is low. MindSpore freezes layers during the whole training, mostly few of them,
+# which saves little time and costs accuracy. Freezing saves a transformer a twentieth of its time,
+# and costs more than that. A normalized head saves no time, and learns slowly.
 _FREEZES_FROM = {"O1": 0.7, "O2": 0.55}
 _AVERAGES_FROM, _SNAPSHOTS = 0.75, 20
-# The methods of our levels have their public names, those of a configuration MindSpore's.
+# Methods of our levels have their public names; methods of a configuration have MindSpore's.
 SEQUENCES = "sequence_length_warmup"
 CENTRALIZE, FREEZE, AVERAGE = "centralize", "freeze_layers", "average_params"
-# A tuned transformer gains nothing by these, with whole batches, too.
+# Methods by which a tuned transformer gains nothing, with cut and with whole batches.
 _NOT_FOR_TOKENS = ("less_bn", CENTRALIZE, FREEZE, AVERAGE)
 # The share of the steps before sequences are full. The larger one takes less time, but trains the
 # last half of learned positions in too few steps.
 _WARMUP_FRACTION, _LONG_WARMUP_FRACTION = 0.5, 0.75
 _ONE_REPLICA = "one replica: axis_name is None"
-# The settings of methods that are on, the reason for each method, and keys without effect.
-Decision: TypeAlias = tuple[dict[str, dict[str, Any]], dict[str, str], str]
+# The settings of each method that is on; the reason why each method is on or off; a text that names
+# the keys of a configuration without effect.
+Decision: TypeAlias = tuple[_config.Blocks, dict[str, str], str]
 
 
 def decide_level(
   level: str, total_steps: int | None, sequence_length: int | None, axes: dict[str, Any]
 ) -> Decision:
-  """Our level; `axes` are the arguments `axis_name` and `local_axis_name`."""
+  """Decides by our level; `axes` are the arguments `axis_name` and `local_axis_name`."""
   if level == "O0":
     return {}, {}, ""
   if total_steps is None:
     raise ValueError(
-      f"level {level!r} follows the training from its first step to its last, so `total_steps` must"
-      " be its number of optimizer steps; got None."
+      f"`total_steps` must be the number of optimizer steps of the training at level {level!r}; got"
+      " None."
     )
   if sequence_length is None:
     on = _for_images(level, total_steps)
@@ -55,7 +56,7 @@ def decide_level(
   return on, why, ""
 
 
-def _for_images(level: str, total_steps: int) -> dict[str, dict[str, Any]]:
+def _for_images(level: str, total_steps: int) -> _config.Blocks:
   """The settings of the methods of a level for images, but for `adasum`."""
   start = round(_AVERAGES_FROM * total_steps)
   return {
@@ -66,7 +67,7 @@ def _for_images(level: str, total_steps: int) -> dict[str, dict[str, Any]]:
   }
 
 
-def _for_tokens(total_steps: int, full_length: int) -> dict[str, dict[str, Any]]:
+def _for_tokens(total_steps: int, full_length: int) -> _config.Blocks:
   """The settings of the methods of a level for tokens, but for `adasum`."""
   warmup = {
     "full_length": full_length,
@@ -99,8 +100,8 @@ def lengthen_warmup(
   return {**warmup, "warmup_fraction": _LONG_WARMUP_FRACTION}, "no positions are learned"
 
 
-def decide_config(level: str, config: dict[str, dict[str, Any]], axes: dict[str, Any]) -> Decision:
-  """MindSpore's decision: its defaults for missing keys, its precedence, its exclusions."""
+def decide_config(level: str, config: _config.Blocks, axes: dict[str, Any]) -> Decision:
+  """Decides as MindSpore: with its defaults of missing keys, its precedence, its exclusions."""
   values = {
     name: {key: config.get(name, {}).get(key, k.default) for key, k in keys.items()}
     for name, keys in _config.SCHEMA.items()
@@ -120,8 +121,8 @@ def decide_config(level: str, config: dict[str, dict[str, Any]], axes: dict[str,
     leave_out(METHODS[3:5], "grad_freeze rules it out, as in MindSpore")
   if "loss_scale_group" in on:
     raise ValueError(
-      "`boost.loss_scale_group` must be false; got true. There is no loss scale per group: put"
-      " `optax_boost.dynamic_loss_scale` around the optimizer."
+      "`boost.loss_scale_group` must be false; got true. Put `optax_boost.dynamic_loss_scale`"
+      " around the optimizer."
     )
   if axes["axis_name"] is None:
     leave_out(("adasum",), _ONE_REPLICA)
@@ -146,8 +147,8 @@ def decide_config(level: str, config: dict[str, dict[str, Any]], axes: dict[str,
   return settings, why, ignored
 
 
-def _requests(level: str, mode: str, switches: dict[str, Any]) -> tuple[set[str], dict[str, str]]:
-  """The methods that level, mode and switches turn on; for each method, on or not, the reason."""
+def _requests(level: str, mode: str, switches: dict[str, bool]) -> tuple[set[str], dict[str, str]]:
+  """The methods that level, mode and switches turn on, and for each method the reason."""
   on, why = set(), {}
   for name in METHODS:
     if mode == "manual" and name in switches:

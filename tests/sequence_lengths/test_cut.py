@@ -212,7 +212,7 @@ def test_a_leaf_without_a_default_is_named_with_a_line_that_works(name, array):
 def test_one_line_names_all_leaves_and_what_was_named_before():
   mask = np.ones((B, 1, FULL, FULL))
   batch = {"label": np.arange(B), "mask": mask, "x": {"label": TOKENS, "mask": mask[:, 0]}}
-  with pytest.raises(ValueError, match=r"leaf 'label' .*; the leaf 'mask' .*\. By") as error:
+  with pytest.raises(ValueError, match=r"leaf 'label' .*; the leaf 'mask' .*: by") as error:
     cut_sequences(batch, 4, FULL, {"x/mask": (1, 2)})
   axes = eval(re.search(r"axes=(\{.*?\})", str(error.value))[1])
   assert axes == {"^label$": "repeat", "^mask$": (2, 3), "x/mask": (1, 2)}
@@ -223,7 +223,7 @@ def test_one_line_names_all_leaves_and_what_was_named_before():
 
 def test_labels_of_each_token_of_L_classes_are_named():
   labels = np.eye(FULL)[TOKENS[:, 1:] % FULL]
-  with pytest.raises(ValueError, match=r"leaf 'labels' of shape \(3, 12, 12\). By default axis 1"):
+  with pytest.raises(ValueError, match=r"leaf 'labels' of shape \(3, 12, 12\): by default axis 1"):
     cut_sequences({"tokens": TOKENS, "labels": labels}, 4, FULL)
   cut = cut_sequences({"tokens": TOKENS, "labels": labels}, 4, FULL, {"labels": 1})
   np.testing.assert_array_equal(cut["labels"].argmax(-1), by_loops(TOKENS[:, 1:] % FULL, 4))
