@@ -1,5 +1,18 @@
-"""Gradient freezing: schedules and the transformation."""
+"""Gradient freezing: on some steps the first layers are not updated.
 
+Modules:
+
+  _schedules      how many groups of layers each step freezes
+  _state_layout   the group of each leaf of the optimizer's state, and the step counts that each
+                  group has for itself
+  _group_counts   a step in which each group has its step counts
+  _freeze_layers  the arguments, the state and the step
+"""
+
+from optax_boost._wrappers._freezing._freeze_layers import (
+  FreezeLayersState as FreezeLayersState,
+  freeze_layers as freeze_layers,
+)
 from optax_boost._wrappers._freezing._schedules import (
   FreezeSchedule as FreezeSchedule,
   continuous_freezing as continuous_freezing,
@@ -7,8 +20,4 @@ from optax_boost._wrappers._freezing._schedules import (
   gradual_unfreezing as gradual_unfreezing,
   interval_freezing as interval_freezing,
   progressive_freezing as progressive_freezing,
-)
-from optax_boost._wrappers._freezing._transform import (
-  FreezeLayersState as FreezeLayersState,
-  freeze_layers as freeze_layers,
 )

@@ -1,4 +1,13 @@
-"""The mixed-precision stack: loss scaling, float32 master weights, stochastic rounding."""
+"""Mixed precision: loss scaling, float32 master weights, stochastic rounding.
+
+Modules:
+
+  _loss_scale           the loss scale: when a step is skipped, and how the scale follows
+  _rounding             rounds to nearest or stochastically; draws the random numbers
+  _float32_optimizer    the wrapper that masters and stochastic rounding share: steps in float32
+  _master_weights       the arguments of ``master_weights``, and its state
+  _stochastic_rounding  the arguments of ``stochastic_rounding``, and its state
+"""
 
 from optax_boost._wrappers._precision._loss_scale import (
   DynamicLossScaleState as DynamicLossScaleState,
