@@ -37,7 +37,7 @@ def test_the_inner_optimizer_runs_once_per_window():
 
 
 @pytest.mark.parametrize("in_place", [False, True])
-def test_nested_windows_weigh_as_one(in_place):
+def test_nested_windows_equal_one_long_window(in_place):
   tx = optax_boost.accumulate(optax_boost.accumulate(optax.sgd(1.0), every=2), every=2)
   params = jnp.zeros([])
   state = tx.init(params)

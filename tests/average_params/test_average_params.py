@@ -218,7 +218,7 @@ def test_a_donated_snapshot_is_written_in_place(mode):
   assert compiled.memory_analysis().temp_size_in_bytes < params["w0"].nbytes
 
 
-def test_an_entry_that_is_not_finite_is_not_taken():
+def test_entries_that_are_not_finite_are_ignored():
   tx = optax_boost.average_params(optax.sgd(1.0), start=0)
   state = tx.init(jnp.zeros(2))
   for g in (1.0, 2.0, np.nan):
@@ -265,7 +265,7 @@ def expected_statistics(kernel, bias, batches):
 
 
 @pytest.mark.parametrize("api", ["nnx", "linen"])
-def test_batch_statistics_are_numpys_means_over_all_batches(api):
+def test_batch_statistics_equal_numpys_means_over_all_batches(api):
   batches = batches_of([8, 8, 8, 4])
   if api == "nnx":
     model = Nnx(nnx.Rngs(0))

@@ -175,7 +175,7 @@ def test_inside_accumulate_a_snapshot_takes_the_statistics_after_the_window():
   np.testing.assert_allclose(read(state)["mean"], np.mean(means[2::3], 0), 8 * EPS, 4 * EPS)
 
 
-def test_an_entry_of_the_statistics_that_is_not_finite_is_not_taken():
+def test_entries_of_statistics_that_are_not_finite_are_ignored():
   tx = optax_boost.average_params(optax.sgd(0.1), start=0, model_state={"mean": jnp.zeros(2)})
   params = jnp.ones(2)
   state = tx.init(params)

@@ -176,7 +176,7 @@ def test_schedules_stay_exact_up_to_the_last_step(make, share):
   assert abs(np.mean(depths > 0) - share) < 0.01
 
 
-def test_a_turn_in_which_every_step_freezes_something_warns():
+def test_a_cycle_in_which_every_step_freezes_something_warns():
   with pytest.warns(UserWarning, match=r"first group is never trained. Lower .* to 0.5 or less"):
     optax_boost.continuous_freezing(2, 0.8)
 
@@ -588,7 +588,7 @@ def masked_by_hand(tx, params):
 
 
 @pytest.mark.parametrize("name", ["momentum", "clip", "masked decay"])
-def test_a_step_is_the_whole_gradient_masked(name):
+def test_a_step_equals_a_step_with_the_masked_whole_gradient(name):
   tx = optax_boost.freeze_layers(INNERS[name](), plan_of_chain(), fixed_schedule())
   expected = masked_by_hand(tx, chain_params())
   step = optax_boost.make_train_step(chain_loss, tx)

@@ -265,7 +265,7 @@ UNCUT = {
 
 
 @pytest.mark.parametrize("name", [*LOSSES, *UNCUT])
-def test_the_gradient_is_cut_to_the_bit(name):
+def test_a_cut_scan_gives_the_same_gradient_to_the_bit(name):
   loss = (LOSSES | UNCUT)[name]
   assert held_by(loss, make_params(), groups_of(loss), 3) == (name in LOSSES)
 

@@ -87,14 +87,14 @@ def test_the_step_may_be_traced():
     ),
   ],
 )
-def test_refuses_a_side_that_acts_on_the_loss_of_every_step(wrapper, name, side):
+def test_refuses_a_transformation_that_acts_on_the_loss_of_every_step(wrapper, name, side):
   pair = {"first": optax.sgd(0.1), "second": optax.sgd(0.1)}
   pair[side] = wrapper(pair[side])
   with pytest.raises(ValueError, match=rf"in `{side}`: .*`{name}\(switch_after\(...\)\)`"):
     optax_boost.switch_after(2, **pair).init(PARAMS)
 
 
-def test_one_side_may_be_svrg():
+def test_one_of_the_two_may_be_svrg():
   """SVRG requests the full gradient, which does not change the loss of a step."""
 
   def loss_fn(params, batch):

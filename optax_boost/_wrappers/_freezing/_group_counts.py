@@ -92,6 +92,7 @@ class GroupCounts:
     params: optax.Params | None = None,
     **extra: Any,
   ) -> tuple[optax.Updates, optax.OptState]:
+    """Makes a step, by :meth:`_step_by_class` for each part of `update` that holds counts."""
     positions = [position for position in jax.tree.leaves(count_positions) if position >= 0]
     if not positions:
       return update(gradients, state, params, **extra)
