@@ -53,8 +53,8 @@ class SvrgState(NamedTuple):
     variance_ratio: scalar float, the first sum over the second. It estimates the variance of the
       corrected gradient over that of the plain one. At 0 the correction is perfect, above 1 it does
       harm.
-    notfinite_count: scalar int32, the refreshes and the steps with numbers that were not finite.
-      Such a refresh is not made; such a step leaves some entries uncorrected.
+    notfinite_count: scalar int32, the refreshes that were not made, and the steps that left entries
+      uncorrected, because numbers were not finite.
   """
 
   snapshot: optax.Params
@@ -66,7 +66,7 @@ class SvrgState(NamedTuple):
   notfinite_count: _types.IntScalar
 
   def with_full_gradient(self, params: optax.Params, full_gradient: optax.Updates) -> "SvrgState":
-    """The state after a refresh at `params`, where the loss over all data has `full_gradient`."""
+    """The state after a refresh at `params`, whose `full_gradient` was taken over all data."""
     # Inside `optax.masked` the state lacks the leaves that the mask hides.
     params = _masked_like(self.snapshot, params, "params")
     full_gradient = _masked_like(self.snapshot, full_gradient, "full_gradient")

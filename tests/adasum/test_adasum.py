@@ -506,7 +506,7 @@ def test_leaves_without_an_axis_of_replicas_are_refused():
 
 
 def test_a_repeated_or_missing_axis_is_refused():
-  with pytest.raises(ValueError, match=r"an axis of its own for each purpose; got .*'near'"):
+  with pytest.raises(ValueError, match=r"different axes for its three arguments; got .*'near'"):
     optax_boost.adasum("near", local_axis_name="near")
   with pytest.raises(TypeError, match=r"`axis_name` must be the name of a mesh axis, .* got \(\)"):
     optax_boost.adasum(())
