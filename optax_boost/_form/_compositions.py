@@ -51,7 +51,7 @@ _OPTAX = {
     ("transforms",), lambda state, members: [state[name] for name, _ in members]
   ),
   "partition": _Composition(
-    ("transforms",), lambda state, parts: [state.inner_states[k].inner_state for k in parts]
+    ("transforms",), lambda state, members: [state.inner_states[k].inner_state for k in members]
   ),
   "sam": _Composition(("optimizer", "adv_optimizer"), _in_fields("opt_state", "adv_state")),
   "schedule_free": _Composition(("base_optimizer",), _in_fields("base_optimizer_state")),
@@ -60,7 +60,7 @@ _OPTAX = {
 }
 
 
-def mapped(
+def with_mapped_updates(
   tx: optax.GradientTransformationExtraArgs, function: Callable[[optax.Updates], optax.Updates]
 ) -> optax.GradientTransformationExtraArgs:
   """A transformation with the same states that applies a function to its updates."""
@@ -93,7 +93,7 @@ def _composition(update: Update) -> _Composition | None:
   return _OPTAX.get(name_in_optax(update) or "")
 
 
-def parts(update: Update) -> list[Update]:
+def held_updates(update: Update) -> list[Update]:
   """The ``update`` functions of the transformations that a transformation holds directly.
 
   ``optax.inject_hyperparams`` makes a new transformation in each step, so it holds none.
@@ -117,20 +117,20 @@ def parts(update: Update) -> list[Update]:
   if composition is None:
     return []
   variables = _variables(update)
-  found: list[Update] = []
+  updates: list[Update] = []
   for name in composition.variables if name_in_optax(update) != "inject_hyperparams" else ():
-    _map_updates(variables[name], lambda part: found.append(part) or part)  # type: ignore
-  return found
+    _map_updates(variables[name], lambda held: updates.append(held) or held)  # type: ignore
+  return updates
 
 
-def states_of_parts(update: Update, state: optax.OptState) -> Sequence[optax.OptState] | None:
-  """The states of :func:`parts`, or None if :func:`with_parts` can't replace these parts.
+def held_states(update: Update, state: optax.OptState) -> Sequence[optax.OptState] | None:
+  """The states of :func:`held_updates`; None if :func:`replace_held_updates` can't replace these.
 
   `state` may be any tree of the state's structure.
   """
   form = _form.form_of(update)
   if form is not None:
-    return [getattr(state, field) for field in form.part_states] if form.rebuild else None
+    return [getattr(state, field) for field in form.held_state_fields] if form.rebuild else None
   if isinstance(getattr(update, "__self__", None), optax.MultiSteps):
     return [state.inner_opt_state]
   if _is_jitted(update) or hasattr(update, "mapped"):
@@ -142,12 +142,12 @@ def states_of_parts(update: Update, state: optax.OptState) -> Sequence[optax.Opt
   return composition.states(state, *(variables[name] for name in composition.variables))
 
 
-def with_parts(update: Any, replace: Callable[[int, Update], Update]) -> Update:
-  """The same transformation with ``replace(i, update)`` in place of its i-th part."""
+def replace_held_updates(update: Any, replace: Callable[[int, Update], Update]) -> Update:
+  """The same transformation with ``replace(i, update)`` for the i-th of :func:`held_updates`."""
   indices = itertools.count()
 
   def replaced(value: Any) -> Any:
-    return _map_updates(value, lambda part: replace(next(indices), part))
+    return _map_updates(value, lambda held: replace(next(indices), held))
 
   form = _form.form_of(update)
   if form is not None and form.rebuild is not None:
@@ -156,13 +156,13 @@ def with_parts(update: Any, replace: Callable[[int, Update], Update]) -> Update:
     return replaced(update.__wrapped__)
   if hasattr(update, "mapped"):
     tx, function = update.mapped
-    return mapped(replaced(tx), function).update
+    return with_mapped_updates(replaced(tx), function).update
   owner = getattr(update, "__self__", None)
   if isinstance(owner, optax.MultiSteps):
-    held, other = owner.inner_opt, copy.copy(owner)
-    fields = [name for name, value in vars(owner).items() if value is held]
-    vars(other).update(dict.fromkeys(fields, replaced(held)))
-    return other.update
+    inner, copied = owner.inner_opt, copy.copy(owner)
+    attributes = [name for name, value in vars(owner).items() if value is inner]
+    vars(copied).update(dict.fromkeys(attributes, replaced(inner)))
+    return copied.update
   composition, variables = _composition(update), _variables(update)
   assert composition is not None
   if name_in_optax(update) == "inject_hyperparams":
@@ -211,7 +211,7 @@ def around_innermost(
   form = _form.form_of(tx.update)
   if form is None or not form.holds_an_optimizer or form.rebuild is None:
     return function(tx)
-  return form.rebuild(*(around_innermost(part, function) for part in form.wraps))
+  return form.rebuild(*(around_innermost(held, function) for held in form.wraps))
 
 
 def updates_in(tx: optax.GradientTransformation) -> Iterator[Update]:
@@ -220,7 +220,7 @@ def updates_in(tx: optax.GradientTransformation) -> Iterator[Update]:
   while pending:
     update = pending.pop()
     yield update
-    pending += parts(update)
+    pending += held_updates(update)
 
 
 def forms(tx: optax.GradientTransformation) -> list[_form.Form]:

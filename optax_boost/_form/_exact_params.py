@@ -46,9 +46,9 @@ def _exact_if_reached(
   if _masks.is_masked(exact) or jnp.shape(exact) != jnp.shape(new):
     return new
   exact = _placement.in_device_memory(exact).astype(new.dtype)
-  wide = jnp.promote_types(new.dtype, update.dtype)
-  step = exact.astype(wide) - old.astype(wide)
+  dtype = jnp.promote_types(new.dtype, update.dtype)
+  step = exact.astype(dtype) - old.astype(dtype)
   # The tolerance is relative to the step: an update that was changed afterwards, such as one that
   # was set to zero in a frozen leaf, is added as it is.
-  leads = jnp.isclose(update.astype(wide), step, jnp.finfo(update.dtype).eps, 0, equal_nan=True)
+  leads = jnp.isclose(update.astype(dtype), step, jnp.finfo(update.dtype).eps, 0, equal_nan=True)
   return jnp.where(leads & is_valid, exact, new)

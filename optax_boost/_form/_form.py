@@ -27,7 +27,7 @@ class Form:
     changes: when it changes the updates of the transformation that it holds: "always", or only if
       the params are in "half" precision.
     keeps: what it computes from the params after a step: their "average", or their "rounding".
-    part_states: the fields of its state that hold the states of `wraps`.
+    held_state_fields: the fields of its state that hold the states of `wraps`.
     rebuild: from transformations in place of `wraps` to the same transformation around them.
   """
 
@@ -42,7 +42,7 @@ class Form:
   wrapper: Any = None
   changes: Literal["always", "half"] | None = None
   keeps: Literal["average", "rounding"] | None = None
-  part_states: tuple[str, ...] = ("inner_state",)
+  held_state_fields: tuple[str, ...] = ("inner_state",)
   rebuild: Callable[..., optax.GradientTransformationExtraArgs] | None = None
 
   @property

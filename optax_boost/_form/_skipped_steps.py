@@ -77,8 +77,8 @@ def left_out(before: optax.OptState, after: optax.OptState) -> _types.BoolScalar
       # only if no count has moved.
       if isinstance(new.skip_state, dict) and "should_skip" in new.skip_state:
         counts = zip(old[:2], new[:2], strict=True)
-        still = functools.reduce(operator.and_, [x == y for x, y in counts])
-        flags.append(new.skip_state["should_skip"] & still)
+        unmoved = functools.reduce(operator.and_, [x == y for x, y in counts])
+        flags.append(new.skip_state["should_skip"] & unmoved)
     elif isinstance(new, optax.ApplyIfFiniteState):
       flags.append(new.total_notfinite != old.total_notfinite)
     else:

@@ -107,7 +107,7 @@ class _LayerwiseDecay:
     def change(
       tx: optax.GradientTransformationExtraArgs,
     ) -> optax.GradientTransformationExtraArgs:
-      return _compositions.mapped(tx, self._scaled)
+      return _compositions.with_mapped_updates(tx, self._scaled)
 
     return call._replace(plan=call.plan.with_change(change)), state, None
 

@@ -95,7 +95,7 @@ class _SwitchAfter(NamedTuple):
       self.act,
       wraps=(self.first, self.second),
       allows_complex=True,
-      part_states=("first_state", "second_state"),
+      held_state_fields=("first_state", "second_state"),
       rebuild=lambda first, second: _SwitchAfter(self.step, first, second).transformation(),
     )
 

@@ -96,18 +96,18 @@ class GroupCounts:
     positions = [position for position in jax.tree.leaves(count_positions) if position >= 0]
     if not positions:
       return update(gradients, state, params, **extra)
-    groups_by_part = _compositions.states_of_parts(update, state_groups)
+    groups_by_part = _compositions.held_states(update, state_groups)
     if groups_by_part is None:
       update = functools.partial(update, **extra)
       return self._step_by_class(
         update, positions, state_groups, count_positions, gradients, state, params
       )
-    positions_by_part: Any = _compositions.states_of_parts(update, count_positions)
+    positions_by_part: Any = _compositions.held_states(update, count_positions)
 
     def replace(i: int, part: _compositions.Update) -> _compositions.Update:
       return self.update_by_group(part, groups_by_part[i], positions_by_part[i])
 
-    return _compositions.with_parts(update, replace)(gradients, state, params, **extra)
+    return _compositions.replace_held_updates(update, replace)(gradients, state, params, **extra)
 
   def _step_by_class(
     self,

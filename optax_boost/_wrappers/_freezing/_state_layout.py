@@ -233,10 +233,10 @@ def _hidden_counts(
   Yields the position of each count and the name of the composition.
   """
   positions = [position for position in jax.tree.leaves(count_positions) if position >= 0]
-  part_updates = _compositions.parts(update) if positions else []
+  part_updates = _compositions.held_updates(update) if positions else []
   if not part_updates:
     return
-  positions_by_part = _compositions.states_of_parts(update, count_positions)
+  positions_by_part = _compositions.held_states(update, count_positions)
   if positions_by_part is None:
     name_in_optax = _compositions.name_in_optax(update)
     qualname = getattr(update, "__qualname__", repr(update))
