@@ -123,7 +123,9 @@ class _Averaging(nnx.BatchNorm):
   uses: nnx.BatchStat[jax.Array]
   frozen_uses: nnx.BatchStat[jax.Array]
 
-  def __call__(self, x: Any, use_running_average: bool | None = None, **kwargs: Any) -> Any:
+  def __call__(
+    self, x: jax.Array, use_running_average: bool | None = None, **kwargs: Any
+  ) -> jax.Array:
     frozen = self.use_running_average if use_running_average is None else use_running_average
     if not self.is_chosen or (frozen and not self.is_named):
       self.frozen_uses[...] += 1

@@ -4,6 +4,7 @@ import functools
 from typing import Any
 
 from flax import nnx
+import jax
 
 from optax_boost._foundation import _types
 from optax_boost._methods import _less_bn
@@ -19,7 +20,9 @@ class RemovedBatchNorm(nnx.Module):
   dtype: _types.Dtype | None
   traced_path: str | None
 
-  def __call__(self, x: Any, use_running_average: bool | None = None, *, mask: Any = None) -> Any:
+  def __call__(
+    self, x: jax.Array, use_running_average: bool | None = None, *, mask: jax.Array | None = None
+  ) -> jax.Array:
     """Returns `x`; the other arguments are those of a BatchNorm, and not used."""
     x = x if self.dtype is None else x.astype(self.dtype)
     return x if self.traced_path is None else _less_bn.mark_norm(x, self.traced_path)

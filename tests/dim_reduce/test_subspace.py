@@ -411,7 +411,7 @@ def test_snapshots_of_different_trees_are_refused():
     ({}, r"at least one leaf; got an empty tree"),
   ],
 )
-def test_other_things_than_snapshots_are_refused(snapshots, text):
+def test_only_snapshots_are_accepted(snapshots, text):
   with pytest.raises(ValueError, match=text):
     optax_boost.fit_subspace(snapshots, 1)
 

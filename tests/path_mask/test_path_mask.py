@@ -22,6 +22,6 @@ def test_path_mask_warns_of_a_pattern_that_matches_nothing():
     optax_boost.path_mask("kernel", "gamma")(PARAMS)
 
 
-def test_path_mask_refuses_other_things_than_patterns():
+def test_path_mask_accepts_only_patterns():
   with pytest.raises(TypeError, match=r"must hold regular expressions.*; got 3"):
     optax_boost.path_mask(3)

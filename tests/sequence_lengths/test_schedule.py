@@ -62,7 +62,7 @@ def test_a_step_may_be_any_integer(form):
   assert isinstance(schedule(form(3)), int)
 
 
-def test_a_traced_step_is_refused_with_the_way_out():
+def test_an_error_for_a_traced_step_names_a_remedy():
   schedule = sequence_length_warmup(128, 10)
   with pytest.raises(TypeError, match=r"`step` must be known outside `jit`.*Cut the batch before"):
     jax.jit(schedule)(3)

@@ -121,7 +121,7 @@ scaled_gradient = jax.jit(jax.grad(scaled_loss))
 
 
 @pytest.mark.parametrize("by", ["micro-batch", "window"])
-def test_a_window_that_a_skipped_micro_batch_lengthens_is_the_mean_over_its_tokens(by):
+def test_a_window_that_a_skipped_micro_batch_lengthens_averages_over_its_tokens(by):
   batches = [
     batch | {"real": np.ones((4, 16), np.float32), "scale": np.float32(np.inf if i == 1 else 1)}
     for i, batch in enumerate(models.batches(9))

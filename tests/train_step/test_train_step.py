@@ -637,7 +637,7 @@ def test_a_loss_that_does_not_depend_on_the_params_is_refused():
         step(step.init(outer), jnp.ones(3))
 
 
-def test_a_whole_nnx_model_and_missing_statistics_are_refused_in_words():
+def test_a_whole_nnx_model_and_missing_statistics_are_refused():
   class Model(nnx.Module):
     def __init__(self):
       self.linear = nnx.Linear(2, 2, rngs=nnx.Rngs(0))

@@ -75,7 +75,7 @@ def test_an_error_of_a_step_with_its_own_state_arrives_unchanged(around):
     optax_boost.apply_gradients(tx, PARAMS, tx.init(PARAMS), PARAMS)
 
 
-def test_a_state_whose_arrays_grow_of_scalars_is_not_refused():
+def test_a_state_whose_scalars_become_arrays_is_not_refused():
   def update(updates: Any, state: Any, params: Any = None) -> Any:
     return updates, jnp.ones(3)
 
