@@ -1,12 +1,11 @@
-"""The blocks of a model along the data, of which groups of layers are made.
+"""The blocks of a model, of which groups of layers are made.
 
-A *block* is the smallest run of leaves, or of layers of leaves, that a group takes whole: a module
-that the model repeats, a step of a scan over layers, or the leaves before or after these. A leaf
-has one block, or one for each of its layers if a scan slices it.
+A *block* is a set of leaves, or of layers of leaves, that a group takes whole: a module that the
+model repeats, a step of a scan over layers, or the leaves before or after these. A leaf is in one
+block; if a scan slices the leaf, each of its layers is in one.
 
-Blocks one after the other are a *series*. It is read from the order of use, from the data that each
-leaf meets (``_flow``) and from the places of numbers in the paths; a name means nothing. Where that
-leaves a choice, :class:`Unclear` names the patterns among which to choose.
+Blocks in a row are a *series* (``_series``). If a model has several outermost series, or neither a
+series nor a chain of layers, :class:`Unclear` names patterns among which the user must choose.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,22 +14,22 @@ import itertools
 import re
 from typing import NamedTuple
 
-from optax_boost._foundation import _checks
+from optax_boost._foundation import _checks, _types
 from optax_boost._trace import _leaf_uses, _model, _series
 
 
 class Unclear(Exception):
-  """The trace leaves a choice between blocks; the text says which, and what to pass."""
+  """The trace does not decide on the blocks; the text tells what to pass."""
 
 
 class Blocks(NamedTuple):
   """The blocks of a model.
 
   Attributes:
-    by_leaf: by the number of a leaf the number of its block; of a leaf that a scan slices, the
-      number of each layer's block.
-    num_blocks: how many blocks there are.
-    origin: what was taken for blocks, and how to say otherwise.
+    by_leaf: for each leaf that the loss uses, the number of its block, or of each layer's block if
+      a scan slices the leaf.
+    num_blocks: the number of blocks.
+    origin: a line for ``print``, which tells what became blocks, and how to choose other blocks.
   """
 
   by_leaf: dict[int, list[int]]
@@ -41,7 +40,7 @@ class Blocks(NamedTuple):
 def blocks_by_default(model: _model.Model, num_groups: int | None = None) -> Blocks:
   """The blocks of the outermost series, or of a plain chain of layers; raises :class:`Unclear`.
 
-  If the number of groups is given, layers side by side are no question: none is cut between them.
+  If `num_groups` is given, layers side by side form one block, so that no group ends between them.
   """
   every, outermost = _series.find_series(model)
   if not outermost:
@@ -67,13 +66,13 @@ def blocks_by_default(model: _model.Model, num_groups: int | None = None) -> Blo
 
 
 def blocks_of_layers(model: _model.Model) -> Blocks:
-  """The smallest blocks: a kernel with its biases and normalizations, or a layer of a scan."""
+  """The smallest blocks: a kernel with its bias and normalization, or a step of a scan."""
   origin = 'blocks: each layer, for want of larger ones; for others pass blocks="..."'
   return _blocks_of_layers(model, _find_layers(model), origin)
 
 
 def blocks_of_patterns(model: _model.Model, patterns: Sequence[str]) -> Blocks:
-  """The blocks of a series for each pattern, side by side."""
+  """The blocks of the series that patterns select, one series for each pattern, side by side."""
   towers = [_series.select(model, pattern) for pattern in patterns]
   seen: dict[int, str] = {}
   for tower in towers:
@@ -88,8 +87,8 @@ def blocks_of_patterns(model: _model.Model, patterns: Sequence[str]) -> Blocks:
   return _place(model, towers, f"blocks: {what}")
 
 
-def check_patterns(blocks: object) -> tuple[str, ...]:
-  """The argument `blocks` as one pattern for each series."""
+def check_patterns(blocks: _types.Unchecked) -> tuple[str, ...]:
+  """Checks the argument `blocks`, and returns it as a tuple of patterns."""
   patterns = (blocks,) if isinstance(blocks, str) else blocks
   if not (
     isinstance(patterns, list | tuple) and patterns and all(isinstance(p, str) for p in patterns)
@@ -102,7 +101,7 @@ def check_patterns(blocks: object) -> tuple[str, ...]:
 
 
 def _is_finer(model: _model.Model, inner: _series.Series, outer: _series.Series) -> bool:
-  """Whether a series has most of the kernels of another one, in more blocks."""
+  """Whether a series divides most of the kernels of another series into more blocks."""
   kernels = [len(series.leaves.intersection(model.kernels)) for series in (inner, outer)]
   return inner.length > outer.length and 2 * kernels[0] > kernels[1]
 
@@ -113,7 +112,7 @@ def _describe(series: _series.Series) -> str:
 
 
 def _ask_which_series(model: _model.Model, found: list[_series.Series]) -> str:
-  """The question that several series leave open, with each answer as code."""
+  """The message for a model with several series, with code for each choice."""
   patterns = [series.pattern for series in found]
   beside = ", ".join(map(_series.quoted, patterns))
   chain = "|".join(patterns)
@@ -132,7 +131,7 @@ def _ask_which_series(model: _model.Model, found: list[_series.Series]) -> str:
 
 
 def _ask_for_blocks(model: _model.Model) -> str:
-  """The question if there is no series, with answers as code."""
+  """The message for a model without a series, with code for possible choices."""
   top = model.top_modules()
   large = [m for m, leaves in top.items() if len(set(leaves).intersection(model.kernels)) > 1]
   answers = []
@@ -149,19 +148,18 @@ def _ask_for_blocks(model: _model.Model) -> str:
   return (
     "`layer_groups` must be told the blocks of this model: there is no numbered series of modules"
     " with several kernels, one after the other, no scan over layers, and the layers are no plain"
-    f" chain. Pass {'; or '.join(answers)}. In a pattern `*` is any part of a name."
+    f" chain. Pass {'; or '.join(answers)}, where `*` is any part of a name."
   )
 
 
 def _place(model: _model.Model, towers: Sequence[_series.Series], origin: str) -> Blocks:
-  """Numbers the blocks of series side by side, the last of each alike, and places other leaves.
+  """Numbers the blocks of series side by side, so that all series end with the same number.
 
-  A leaf beside the blocks is before all of its series' if none is upstream of it; else with the
-  last that is upstream; or after all blocks, if it is upstream of none.
+  Leaves outside of the series are placed by :func:`_place_beside`.
   """
   depth = max(tower.length for tower in towers)
   places: dict[int, list[int]] = {}
-  # The parts with their first blocks, and whether nothing is before them.
+  # The parts, each with the place of its first block, and whether it is the first of its series.
   parts: list[tuple[int, _model.Part, bool]] = []
   for tower in towers:
     place = depth - tower.length
@@ -180,7 +178,12 @@ def _place(model: _model.Model, towers: Sequence[_series.Series], origin: str) -
 def _place_beside(
   model: _model.Model, parts: list[tuple[int, _model.Part, bool]], leaf: int, after_all: int
 ) -> int:
-  """The place of a leaf that is in no block; -1 before all, `after_all` after all."""
+  """The place of a leaf that is in no series; -1 is before all blocks, `after_all` after them.
+
+  A leaf that all steps of a scan use is with the first step. Another leaf is after all blocks if no
+  block follows it, else with the last block upstream of it, else at the first block that follows
+  it: before that block if it begins a series, else with it.
+  """
   upstream = model.flow.upstream[leaf]
   before = [(place, part) for place, part, _ in parts if not upstream.isdisjoint(part.leaves)]
   inside = [place for place, part in before if part.scan and leaf in _shared(model, part.scan)]
@@ -198,7 +201,7 @@ def _place_beside(
 
 
 def _shared(model: _model.Model, scan: _leaf_uses.LayerScan) -> set[int]:
-  """The leaves that all steps of a scan use: they enter it, or are used first between others."""
+  """The leaves that all steps of a scan use: its constants, and leaves first used inside of it."""
   order = list(model.order)
   positions = [model.order[i] for i in scan.axis_of if i in model.order]
   between = order[min(positions) : max(positions)] if positions else []
@@ -207,7 +210,7 @@ def _shared(model: _model.Model, scan: _leaf_uses.LayerScan) -> set[int]:
 
 
 def reused(model: _model.Model, blocks_of_leaf: Mapping[int, list[int]]) -> set[int]:
-  """The leaves that all steps of a scan use, or that are used again after a later block's."""
+  """The leaves that all steps of a scan use, or that are used again after a later block."""
   furthest = 0
   seen: set[int] = set()
   again = set[int]().union(*(_shared(model, scan) for scan in model.scans))
@@ -221,7 +224,7 @@ def reused(model: _model.Model, blocks_of_leaf: Mapping[int, list[int]]) -> set[
 
 
 def _find_layers(model: _model.Model) -> list[_model.Part]:
-  """Kernels and scans, by first use; the leaves of a recurrence are one layer."""
+  """The layers, by first use: kernels, recurrences and scans."""
   scanned = {leaf for scan in model.layer_scans for leaf in scan.axis_of}
   layers: list[set[int]] = []
   for kernel in [i for i in model.kernels if i not in scanned]:
@@ -239,21 +242,21 @@ def _find_layers(model: _model.Model) -> list[_model.Part]:
 
 
 def _recur(model: _model.Model, first: int, second: int) -> bool:
-  """Whether leaves are in one recurrence: used again, after each other, or in one loop."""
+  """Whether two leaves are in one recurrence: in one loop, or each upstream of both."""
   ever = model.flow.ever_upstream
   pair = {first, second}
   return pair <= ever[first] & ever[second] or any(pair <= loop for loop in model.flow.recurrent)
 
 
 def _are_chained(model: _model.Model, layers: list[_model.Part]) -> bool:
-  """Whether each layer follows the one before; a single one of several kernels is no chain."""
+  """Whether each layer follows the layer before it; a single layer must be a single kernel."""
   if len(layers) == 1 and layers[0].scan is None:
     return len(layers[0].leaves.intersection(model.kernels)) == 1
   return all(model.follows(b.leaves, a.leaves) for a, b in itertools.pairwise(layers))
 
 
 def _join_modules(model: _model.Model, layers: list[_model.Part]) -> list[_model.Part]:
-  """The layers, with those of an innermost module as one, as the two factors of an adapter."""
+  """Joins the layers of each innermost module, such as the two factors of an adapter."""
   joined: dict[str, _model.Part] = {}
   for number, layer in enumerate(layers):
     modules = {model.leaves[leaf].path.rpartition("/")[0] for leaf in layer.leaves}
@@ -265,7 +268,7 @@ def _join_modules(model: _model.Model, layers: list[_model.Part]) -> list[_model
 
 
 def _join_parallel(model: _model.Model, layers: list[_model.Part]) -> list[_model.Part]:
-  """The layers, joined so that each follows all before it."""
+  """Joins layers side by side, so that each layer follows all layers before it."""
   follows = [{k for k, a in enumerate(layers) if model.follows(b.leaves, a.leaves)} for b in layers]
   joined: list[_model.Part] = []
   for number, layer in enumerate(layers):
@@ -277,10 +280,10 @@ def _join_parallel(model: _model.Model, layers: list[_model.Part]) -> list[_mode
 
 
 def _blocks_of_layers(model: _model.Model, layers: list[_model.Part], origin: str) -> Blocks:
-  """A block for each layer and one for the tables before all; other leaves are with a layer.
+  """Makes a block of each layer, and one of the tables that are used before all layers.
 
-  A bias or a normalization is with the only layer of its innermost module, else with the layer
-  that is used last before it, and with the first if there is none.
+  Another leaf, such as a bias, joins the only layer of its innermost module, else the layer that is
+  used last before it, or the first layer.
   """
   by_leaf: dict[int, list[int]] = {}
   layers_of: dict[str, set[int]] = {}
@@ -305,11 +308,11 @@ def _blocks_of_layers(model: _model.Model, layers: list[_model.Part], origin: st
     if leaf in by_leaf:
       continue
     module = model.leaves[leaf].path.rpartition("/")[0]
-    own = layers_of.get(module, set())
+    siblings = layers_of.get(module, set())
     if leaf in is_before or (is_before and place < first):
       by_leaf[leaf] = [0]
-    elif len(own) == 1 and module not in outer:
-      by_leaf[leaf] = [min(own)]
+    elif len(siblings) == 1 and module not in outer:
+      by_leaf[leaf] = [min(siblings)]
     else:
       begun = [row for row in begins if row[0] < place] or begins[:1] or [(0, 0, 0)]
       _, begin, end = max(begun)
@@ -318,6 +321,6 @@ def _blocks_of_layers(model: _model.Model, layers: list[_model.Part], origin: st
 
 
 def _modules_around(path: str) -> list[str]:
-  """The modules that hold the module of a leaf, the root among them."""
+  """The modules around the innermost module of a leaf, the root included."""
   names = path.split("/")[:-1]
   return ["/".join(names[:end]) for end in range(len(names))]

@@ -1,10 +1,10 @@
-"""What a traced loss tells of its params: each leaf's axes, and the order in which they are used.
+"""``layer_axes``: the role of each axis of the params, and the order in which a loss uses them.
 
 The equation in which a leaf first meets data tells its axes apart. The *fan-in* are the axes that a
-product sums over there, or in an earlier product with the kernel's input: with learned queries,
-noise or constants. *Stacked* axes are those that a scan slices, that index one of many
-kernels, or along which each kernel has data of its own (``vmap``, experts); a *layer* is one slice
-along them. All others are *outputs*. Rows of an embedding are looked up, so it has no fan-in.
+product sums over there, or in an earlier product of the kernel with its input (learned queries,
+noise or constants). *Stacked* axes are sliced by a scan, index one of many kernels, or run along
+kernels that each have separate data (``vmap``, experts); a *layer* is one slice along them. All
+other axes are *outputs*. An embedding has no fan-in, since data looks its rows up.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -18,18 +18,18 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_boost._foundation import _leaf_names, _paths
+from optax_boost._foundation import _leaf_names, _paths, _types
 from optax_boost._trace import _leaf_uses, _losses
 from optax_boost._trace._leaf_uses import DataKind, UseKind
 
 
 class Axes(NamedTuple):
-  """The axes of a leaf, ascending; each is in one of the first three.
+  """The roles of a leaf's axes; each axis is in one of the first three fields, in ascending order.
 
   Attributes:
-    fan_in: summed over where the leaf first meets data, or its input.
-    stacked: along which the leaf holds layers, or experts.
-    outputs: all others.
+    fan_in: the axes that are summed over where the leaf first meets data, or its input.
+    stacked: the axes along which the leaf holds layers or experts.
+    outputs: all other axes.
     window: the axes of `fan_in` along which a convolution slides.
   """
 
@@ -40,23 +40,22 @@ class Axes(NamedTuple):
 
   @property
   def mixes_inputs(self) -> bool:
-    """Whether an output has several inputs, unlike in embeddings and depthwise convolutions."""
+    """Whether each output has several inputs, unlike in embeddings and depthwise convolutions."""
     return set(self.fan_in) > set(self.window)
 
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class LayerAxes:
-  """What a traced loss tells of its params. Static: a pytree without leaves, hashable.
+  """What a traced loss tells about its params, as a hashable pytree without leaves.
 
   Attributes:
     paths: the path of each leaf.
-    axes: each leaf's axes; None if the loss does not tell, or does not use the leaf.
-    uses: the leaves, by number, in the order in which they meet data; a leaf that is used again is
-      repeated.
+    axes: the axes of each leaf; None if the loss does not tell them, or does not use the leaf.
+    uses: the numbers of the leaves in the order in which they meet data; a leaf that is used again
+      is repeated.
     scans: the scans over layers, in the order of the program.
-    unknown_primitives: for each leaf without axes the primitives that it went into, and that the
-      analysis does not know.
+    unknown_primitives: for each leaf without axes, the primitives without a rule that it went into.
   """
 
   paths: tuple[str, ...]
@@ -77,7 +76,7 @@ class LayerAxes:
     return "\n".join(lines)
 
   def explain_unknown(self, paths: Collection[str]) -> str:
-    """A sentence for a warning: the primitives that hide axes of some leaves; ``""`` if none do."""
+    """A sentence for a warning about primitives that hide the axes of some leaves, or ``""``."""
     hidden = {
       path: primitives
       for path, primitives in zip(self.paths, self.unknown_primitives, strict=True)
@@ -96,18 +95,18 @@ class LayerAxes:
 
 
 class DeferredLayerAxes:
-  """The :class:`LayerAxes` of a loss that is being traced; made when a method needs it."""
+  """The :class:`LayerAxes` of a loss, which are computed when a method first asks for them."""
 
   def __init__(self, describe: Callable[[], LayerAxes]) -> None:
     self.describe = functools.cache(describe)
 
 
 class Leaf(NamedTuple):
-  """A leaf of a tree, as the rules of the methods see it."""
+  """The path, the shape and the axes of a leaf; the axes are None if no trace tells them."""
 
-  path: str  # the keys joined by `/`, as in `block_1/conv/kernel`
+  path: str
   shape: tuple[int, ...]
-  axes: Axes | None = None  # if a trace of the loss tells them
+  axes: Axes | None = None
 
   @property
   def stacked(self) -> tuple[int, ...]:
@@ -116,7 +115,7 @@ class Leaf(NamedTuple):
 
   @property
   def axes_of_layer(self) -> tuple[int, ...]:
-    """The axes of one layer: all but the stacked ones."""
+    """The axes of one layer: all axes that are not stacked."""
     return tuple(axis for axis in range(len(self.shape)) if axis not in self.stacked)
 
   @property
@@ -126,7 +125,7 @@ class Leaf(NamedTuple):
 
   @property
   def stacked_shape(self) -> tuple[int, ...]:
-    """The sizes of the stacked axes, ``()`` for a leaf that is one layer."""
+    """The sizes of the stacked axes; ``()`` for a leaf that is one layer."""
     return tuple(self.shape[axis] for axis in self.stacked)
 
   @property
@@ -136,7 +135,7 @@ class Leaf(NamedTuple):
 
 
 def fan_in(leaf: Leaf, layout: str) -> tuple[int, ...]:
-  """The axes of one output's incoming weights: as the loss tells, or by name and layout."""
+  """The fan-in of a leaf, as the loss tells it, else by the leaf's name and the layout."""
   if leaf.axes is not None and leaf.axes.fan_in:
     return leaf.axes.fan_in
   if layout == "torch":
@@ -145,10 +144,10 @@ def fan_in(leaf: Leaf, layout: str) -> tuple[int, ...]:
   return leaf.axes_of_layer[: 1 if is_attention else -1]
 
 
-def leaves_of(tree: Any, described: LayerAxes | None = None) -> list[Leaf]:
+def leaves_of(tree: _types.Tree, described: LayerAxes | None = None) -> list[Leaf]:
   """The leaves of a tree, in the order of ``jax.tree.leaves``.
 
-  Leaves that `described` lacks, or that have another rank there, have no known axes.
+  A leaf has no axes if `described` lacks it, or describes another rank.
   """
   by_path = dict(zip(described.paths, described.axes, strict=True)) if described is not None else {}
   leaves = []
@@ -159,7 +158,7 @@ def leaves_of(tree: Any, described: LayerAxes | None = None) -> list[Leaf]:
   return leaves
 
 
-def layer_axes(loss_fn: Callable[..., Any], params: optax.Params, *args: Any) -> LayerAxes:
+def layer_axes(loss_fn: _types.LossFn, params: optax.Params, *args: Any) -> LayerAxes:
   """Reads the axes of the params from a trace of the loss.
 
   :func:`make_train_step` does this by itself. In a loop of your own, pass the result as `layers` to
@@ -202,12 +201,14 @@ def layer_axes(loss_fn: Callable[..., Any], params: optax.Params, *args: Any) ->
   return describe(_losses.trace(loss_fn, params, args), params, _losses.data_flags(loss_fn, args))
 
 
-def describe(program: Any, params: Any, data: Sequence[bool | None] | None = None) -> LayerAxes:
+def describe(
+  program: _types.Jaxpr, params: _types.Params, data: Sequence[bool | None] | None = None
+) -> LayerAxes:
   """Describes the params of a traced loss, whose leaves are the program's first arguments.
 
-  `data` flags the other arguments; None makes one a constant, and all are data without flags.
-  Scalars, constants and noise count as data, in this order, only if all leaves would otherwise
-  meet data in one equation or nowhere.
+  `data` flags the other arguments: True for data, None for constants; all are data by default.
+  Scalars, then constants, then noise count as data only if all leaves would otherwise meet data in
+  one equation or nowhere.
   """
   paths = _paths.leaf_paths(params)
   shapes = [variable.aval.shape for variable in program.jaxpr.invars]
@@ -250,9 +251,9 @@ def describe(program: Any, params: Any, data: Sequence[bool | None] | None = Non
 def _by_narrowest_definition(
   analyze: Callable[[DataKind], _leaf_uses.Findings],
 ) -> _leaf_uses.Findings:
-  """The findings by the first definition by which leaves meet data in several equations.
+  """The findings under the first definition of data by which leaves meet data in two equations.
 
-  If there is none, by the first one by which they meet data at all.
+  If there is none, the findings under the first definition by which any leaf meets data.
   """
   found = []
   for definition in DataKind:
@@ -265,7 +266,7 @@ def _by_narrowest_definition(
 
 
 def _count_equations(findings: _leaf_uses.Findings) -> int:
-  """In how many equations leaves meet data for the first time, outside of penalties."""
+  """The number of equations in which a leaf meets data for the first time, without penalties."""
   first: dict[int, int] = {}
   for number, uses in enumerate(findings.uses):
     for use in uses:
@@ -275,7 +276,7 @@ def _count_equations(findings: _leaf_uses.Findings) -> int:
 
 
 def _order(findings: _leaf_uses.Findings) -> list[int]:
-  """The leaves in the order of their uses; those in penalties alone come last."""
+  """The leaves in the order of their uses; leaves that only penalties use come last."""
   used: list[int] = []
   in_penalties: set[int] = set()
   for uses in findings.uses:
@@ -287,11 +288,11 @@ def _order(findings: _leaf_uses.Findings) -> list[int]:
 def _axes(
   uses: Sequence[_leaf_uses.Use], is_expert: bool, batch: frozenset[int], path: str, rank: int
 ) -> Axes | None:
-  """The axes of a leaf, by its first use that tells them; a bias has no fan-in."""
+  """The axes of a leaf, from its first use of the most telling kind; a bias has no fan-in."""
   is_bias = _leaf_names.is_bias_or_norm(path)
-  # Tables of positions are no kernels, though constants may resize them.
+  # A table of positions is not a kernel, although a product with constants may resize it.
   is_table = rank == 1 or _leaf_names.is_embedding(path)
-  # Rows of a tied embedding are looked up, and contracted where it is the last layer.
+  # LOOKUP comes first: data looks a tied embedding up before the last layer contracts it.
   telling = [kind for kind in UseKind if kind not in (UseKind.PENALTY, UseKind.UNCLEAR)]
   if is_expert:
     telling.remove(UseKind.LOOKUP)

@@ -1,7 +1,8 @@
-"""Groups of layers along the forward pass: which group each leaf, or each of its layers, is in.
+"""``layer_groups``: groups of layers along the forward pass.
 
-A *group* is a run of blocks (``_blocks``), numbered by the forward pass. In a plan, an *entry* is
-the path of a leaf, or a :class:`LayerSlice`: the path, an axis and a range of layers along it.
+A *group* is some blocks in a row (``_blocks``); groups are numbered in the order of the forward
+pass. A plan, :class:`LayerGroups`, lists the *entries* of each group: the path of a leaf, or a
+:class:`LayerSlice`, which is a path, an axis, and a range of layers along the axis.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_boost._foundation import _checks, _paths, _patterns, _trees
+from optax_boost._foundation import _checks, _paths, _patterns, _trees, _types
 from optax_boost._trace import _blocks, _flow, _layer_axes, _losses, _model
 
 
@@ -44,15 +45,15 @@ class LayerGroups:
   """Which leaf belongs to which group; ``print`` shows it. Made by :func:`layer_groups`.
 
   Attributes:
-    groups: for each group, the paths of its leaves in the order of the forward pass. Of a leaf
-      that holds many layers, some of which are in the group, a :class:`LayerSlice`, printed as
+    groups: for each group, the paths of its leaves in the order of the forward pass. If only some
+      layers of a leaf are in the group, the entry is a :class:`LayerSlice`, printed as
       ``blocks/kernel[0:4]``, or, with the layers along axis 1, ``blocks/kernel[:, 0:4]``. Methods
       split such leaves.
     sizes: for each group, the number of its parameters.
     unused: leaves that the loss does not depend on. They are in the last group.
     reused: leaves that are used again after a later layer (tied weights, unrolled recurrences).
       They are frozen with the layer that uses them first.
-    origin: what was taken for blocks, and how to say otherwise, for ``print``.
+    origin: a line for ``print``, which tells what became blocks, and how to choose other blocks.
   """
 
   groups: tuple[tuple[str | LayerSlice, ...], ...]
@@ -84,7 +85,7 @@ Groups: TypeAlias = LayerGroups | Sequence[str]
 
 
 def layer_groups(
-  loss_fn: Callable[..., Any],
+  loss_fn: _types.LossFn,
   params: optax.Params,
   *args: Any,
   num_groups: int | None = None,
@@ -121,15 +122,15 @@ def layer_groups(
       ``linen.split_loss`` takes its model state first, which is not data.
     num_groups: how many groups; the last is never frozen. None: as above. Lowering it puts
       neighbours into one group, evenly; above the number of blocks groups are cut between layers,
-      unless `blocks` is given. Without a series or a chain, groups are cut between layers of which
-      all later ones follow all earlier ones, so those side by side stay together.
+      unless `blocks` is given. Without a series or a chain, groups are cut only where all later
+      layers follow all earlier layers, so that layers side by side stay together.
     blocks: which modules are blocks, as a pattern of paths from the root in which `*` is any part
       of a name and `**` any names: ``"encoder/layers/*"``, ``"stages/*/blocks/*"``. A module that a
       scan slices has a block for each step; ``"stages/*[*]"`` asks for the steps of several scans.
       Patterns with bars between are one series, in the order of use:
-      ``"encoder/block/*|decoder/block/*"``. A sequence of patterns is one series for each, side by
-      side, whose blocks are counted from the last of each series: ``("text/blocks/*",
-      "image/blocks/*")``. None: the default above.
+      ``"encoder/block/*|decoder/block/*"``. A sequence of patterns selects a series for each, side
+      by side, whose last blocks are in one group: ``("text/blocks/*", "image/blocks/*")``. None:
+      the default above.
     overrides: groups by regular expression, which take precedence over the trace, for all layers of
       a leaf. An expression matches whole segments of the leaves' paths; patterns of two groups that
       match one leaf are an error.
@@ -192,13 +193,13 @@ def layer_groups(
 
 
 def even_groups(
-  program: Any,
+  program: _types.Jaxpr,
   data: Sequence[bool | None],
   described: _layer_axes.LayerAxes,
   params: optax.Params,
   num_groups: int,
 ) -> LayerGroups:
-  """Groups of a traced loss, cut between layers where the trace doesn't tell enough blocks."""
+  """Groups of a traced loss, cut between layers if the trace does not tell enough blocks."""
   model = _model_of(program, data, described, params)
   try:
     found = _blocks.blocks_by_default(model)
@@ -210,14 +211,14 @@ def even_groups(
 
 
 def _model_of(
-  program: Any,
+  program: _types.Jaxpr,
   data: Sequence[bool | None],
   described: _layer_axes.LayerAxes,
   params: optax.Params,
 ) -> _model.Model:
-  """The leaves of a traced loss and their uses; `data` flags its arguments after the params."""
+  """The model of a traced loss; `data` flags the loss's arguments after the params."""
   leaves = _layer_axes.leaves_of(params, described)
-  # A dot in a key separates modules, too, as in the flat names of PyTorch: `h.0.attn.weight`.
+  # A dot in a key separates modules, too: PyTorch has flat names, such as `h.0.attn.weight`.
   in_modules = [leaf._replace(path=leaf.path.replace(".", "/")) for leaf in leaves]
   flow = _flow.trace_flow(program, len(leaves), data)
   model = _model.Model(in_modules, list(described.uses), described.scans, flow)
@@ -236,7 +237,7 @@ def _groups_of_blocks(
   num_groups: int | None,
   overrides: Mapping[str, int] | None,
 ) -> LayerGroups:
-  """Groups of blocks in a row, as even as possible; None: one for each block."""
+  """Divides the blocks into groups of equal numbers of blocks; None: a group for each block."""
   leaves = _layer_axes.leaves_of(params)
   order = list(model.order)
   unused = [i for i in range(len(leaves)) if i not in model.order]
@@ -298,12 +299,12 @@ _NO_CATCH_ALL = (
   "Write patterns of which only one matches it: a leaf that no pattern matches is in the last group"
   " already, which needs no catch-all like '.*'."
 )
-# What follows the path of a stacked leaf, or of its module, in the name of a layer.
+# The end of a pattern that names layers of a stacked leaf, after the path of the leaf or module.
 _LAYER = re.compile(r"\\?\[[^/]*\]$|/(\[[^/]*\]|\d+|\\d[+*]?)(/.*)?$")
 
 
 def _layers_hint(pattern: str, paths: Sequence[str]) -> str:
-  """What to do instead of a pattern that names layers of a stacked leaf; else empty."""
+  """A hint for a pattern that names layers of a stacked leaf, or an empty string."""
   try:
     stacked = _patterns.compile_pattern("groups", _LAYER.sub("", pattern))
   except ValueError:
@@ -317,19 +318,19 @@ def _layers_hint(pattern: str, paths: Sequence[str]) -> str:
   )
 
 
-# A leaf's group; for layers in several groups an array that broadcasts against the leaf.
+# The group of a leaf; an array that broadcasts against the leaf if its layers are in several.
 GroupNumber: TypeAlias = int | np.ndarray
 
 
 class _SlicedLeaf(NamedTuple):
-  """A leaf of a plan whose layers are in several groups."""
+  """The groups of a leaf's layers along an axis."""
 
   axis: int
   group_of_layer: dict[int, int]
 
 
-def group_numbers(tree: Any, groups: Groups, method: str) -> list[GroupNumber]:
-  """The group of each leaf or of its layers; ValueError for a leaf that a plan lacks."""
+def group_numbers(tree: _types.Params, groups: Groups, method: str) -> list[GroupNumber]:
+  """Returns the group of each leaf or of its layers; ValueError for a leaf that a plan lacks."""
   leaves = _layer_axes.leaves_of(tree)
   if not isinstance(groups, LayerGroups):
     group_of_pattern = [(pattern, number) for number, pattern in enumerate(groups)]
@@ -366,7 +367,7 @@ def group_numbers(tree: Any, groups: Groups, method: str) -> list[GroupNumber]:
 
 
 def _numbers_along_axis(leaf: _layer_axes.Leaf, in_plan: _SlicedLeaf, method: str) -> np.ndarray:
-  """The groups of a leaf's layers, as an array that broadcasts against the leaf."""
+  """Returns the groups of a leaf's layers as an array that broadcasts against the leaf."""
   axis, group_of_layer = in_plan
   length = leaf.shape[axis] if axis < len(leaf.shape) else 0
   if not group_of_layer or sorted(group_of_layer) != list(range(length)):
@@ -381,8 +382,8 @@ def _numbers_along_axis(leaf: _layer_axes.Leaf, in_plan: _SlicedLeaf, method: st
   return np.array([group_of_layer[i] for i in range(length)]).reshape(along)
 
 
-def count_groups(groups: Any) -> int:
-  """The number of groups in a plan or a sequence of patterns; TypeError for anything else."""
+def count_groups(groups: Groups) -> int:
+  """Returns the number of groups in a plan or in patterns; TypeError for anything else."""
   if isinstance(groups, LayerGroups):
     return len(groups.groups)
   words = "what `layer_groups` returned, or a sequence of regular expressions, one per group"
@@ -390,16 +391,19 @@ def count_groups(groups: Any) -> int:
   return len(groups)
 
 
-def numbering(groups: Groups, method: str) -> Callable[[Any], Any]:
-  """From a tree to its leaves' groups, in the structure of the tree; warns once per tree."""
+def numbering(groups: Groups, method: str) -> Callable[[_types.Params], _types.Tree]:
+  """A function from a tree to a like tree of :func:`group_numbers`; it warns once per tree."""
   numbers = _trees.once_per_tree(lambda tree: group_numbers(tree, groups, method))
   return lambda tree: jax.tree.unflatten(jax.tree.structure(tree), numbers(tree))
 
 
-def select_frozen(depth: Any, group: GroupNumber, if_frozen: Any, otherwise: Any) -> Any:
-  """One of two values, or parts of both; decided while tracing if the depth is a NumPy integer.
+def select_frozen(
+  depth: jax.Array | np.integer, group: GroupNumber, if_frozen: _types.Leaf, otherwise: _types.Leaf
+) -> _types.Leaf:
+  """Returns `if_frozen` where the group is below the depth, else `otherwise`.
 
-  A value without the leaf's axes (a factored moment) is frozen with the last of its layers.
+  A NumPy depth decides while tracing. A value without the leaf's axes, such as a factored moment,
+  is frozen with the last of the layers.
   """
   if isinstance(group, np.ndarray):
     shape = jnp.shape(otherwise)

@@ -1,4 +1,4 @@
-"""A traced loss as blocks are made of: its leaves, their uses, and which are upstream of which."""
+"""A model as the trace of its loss shows it: its leaves, their uses, and which follow which."""
 
 from collections.abc import Iterable, Sequence
 import dataclasses
@@ -9,7 +9,7 @@ from optax_boost._trace import _flow, _layer_axes, _leaf_uses
 
 
 class Part(NamedTuple):
-  """Leaves of one block, or the leaves that a scan slices, which are a block for each step."""
+  """The leaves of one block, or the leaves that a scan slices, which have a block for each step."""
 
   leaves: frozenset[int]
   scan: _leaf_uses.LayerScan | None = None
@@ -20,20 +20,20 @@ class Part(NamedTuple):
     return 1 if self.scan is None else self.scan.length
 
   def numbers(self, first: int) -> list[int]:
-    """The number of the block of each slice, if the block that is computed first has this one."""
+    """For each slice, the number of its block; `first` is the number of the first step's block."""
     numbers = list(range(first, first + self.length))
     return numbers[::-1] if self.scan is not None and self.scan.reverse else numbers
 
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-  """The leaves of a traced loss, which are known by number, and their uses.
+  """The leaves of a traced loss and their uses. Sets and lists of leaves hold their numbers.
 
   Attributes:
-    leaves: all leaves; a path has `/` between modules.
+    leaves: the leaves; in their paths, `/` separates modules.
     uses: the leaves in the order of their uses; a leaf that is used again is repeated.
     scans: the scans over layers, in the order of the program.
-    flow: the leaves upstream of each.
+    flow: the leaves upstream of each leaf.
   """
 
   leaves: list[_layer_axes.Leaf]
@@ -43,25 +43,25 @@ class Model:
 
   @functools.cached_property
   def order(self) -> dict[int, int]:
-    """The leaves by first use, and the place of each."""
+    """The place of each used leaf in the order of first uses."""
     return {leaf: place for place, leaf in enumerate(dict.fromkeys(self.uses))}
 
   @functools.cached_property
   def kernels(self) -> list[int]:
-    """The leaves that mix the entries of data, by first use; or matrices of unknown axes."""
+    """The kernels, by first use: leaves with a fan-in, or matrices whose axes are unknown."""
     return [i for i in self.order if _is_kernel(self.leaves[i])]
 
   def in_order(self, leaves: Iterable[int]) -> list[int]:
-    """The leaves among these that the loss uses, by first use."""
+    """Sorts by first use those of the leaves that the loss uses."""
     return sorted(self.order.keys() & set(leaves), key=self.order.__getitem__)
 
   def follows(self, later: Iterable[int], earlier: Iterable[int]) -> bool:
-    """Whether data that some of the first leaves meet were computed with some of the others."""
+    """Whether a leaf of `earlier` is upstream of a leaf of `later`."""
     return any(not self.flow.upstream[leaf].isdisjoint(earlier) for leaf in later)
 
   @functools.cached_property
   def layer_scans(self) -> list[_leaf_uses.LayerScan]:
-    """The scans each of whose steps follows the step before, unlike a sum over experts."""
+    """The scans whose steps follow each other, unlike a scan that sums over experts."""
     ever = self.flow.ever_upstream
     return [
       scan
@@ -74,7 +74,7 @@ class Model:
     return min(self.order[leaf] for leaf in part.leaves if leaf in self.order)
 
   def top_modules(self) -> dict[str, list[int]]:
-    """The outermost modules of which there are several, by first use, and their leaves."""
+    """The modules, and their leaves, at the outermost depth that has several, by first use."""
     paths = {i: self.leaves[i].path.split("/") for i in self.order}
     depth = 1
     while True:

@@ -1,7 +1,7 @@
-"""Series of blocks: modules that differ by a number, or steps of a scan, one after the other.
+"""Series of blocks: modules whose names differ by a number, or steps of a scan, in a row.
 
-A series is found in a model, by the order of use, the data that each leaf meets and the places of
-numbers in the paths; or it is selected by a pattern. A name means nothing.
+:func:`find_series` finds them by the order of use, by the data that each leaf meets, and by where
+the paths have numbers, whatever the names. :func:`select` makes the series that a pattern selects.
 """
 
 import collections
@@ -15,12 +15,12 @@ from typing import NamedTuple
 from optax_boost._trace import _leaf_uses, _model
 
 _NUMBERED = re.compile(r"(.*?)\d+", re.DOTALL)
-# At the end of a pattern: the steps of the scan that slices these leaves.
+# A pattern that ends so selects the steps of the scan that slices the leaves.
 _STEPS = "[*]"
 
 
 class Series(NamedTuple):
-  """Blocks one after the other, and the pattern that selects them."""
+  """Blocks in a row, and the pattern that selects them."""
 
   parts: list[_model.Part]
   pattern: str
@@ -32,14 +32,14 @@ class Series(NamedTuple):
 
   @property
   def leaves(self) -> frozenset[int]:
-    """The leaves of all its blocks."""
+    """The leaves of all blocks."""
     return frozenset[int]().union(*(part.leaves for part in self.parts))
 
 
 def find_series(model: _model.Model, num_kernels: int = 2) -> tuple[list[Series], list[Series]]:
-  """All series, the outer before the inner, and the outermost of them, by first use.
+  """Returns all series, the outermost first, and the outermost series alone, by first use.
 
-  At least two blocks of a series have that many kernels.
+  At least two blocks of a series have `num_kernels` kernels.
   """
   numbered = _numbered_series(model, num_kernels)
   scans = [
@@ -56,21 +56,21 @@ def find_series(model: _model.Model, num_kernels: int = 2) -> tuple[list[Series]
   inner: dict[str, Series] = {}
   for series in [*scans, *numbered]:
     if not any(series is other for other in outermost):
-      # Series in the blocks of a series are one, as the rows of a stage are.
-      pattern = _general(series.pattern)
+      # Series inside of the blocks of a series count as one: for example, the blocks of all stages.
+      pattern = _generalize(series.pattern)
       joined = inner.setdefault(pattern, Series([], pattern))
       joined.parts.extend(series.parts)
   return [*outermost, *inner.values()], outermost
 
 
-def _general(pattern: str) -> str:
-  """A pattern with `*` for each number, so that it selects its like in other blocks."""
+def _generalize(pattern: str) -> str:
+  """Replaces the numbers of outer modules by `*`, so that all blocks of a series match."""
   parent, slash, last = pattern.rpartition("/")
   return re.sub(r"\d+(?=/|$)", "*", parent) + slash + last
 
 
 def _is_inside(series: Series, other: Series) -> bool:
-  """Whether a series is within one block of another one, or within the steps of a scan."""
+  """Whether a series is inside of one block of another series, or inside of a scan's steps."""
   if other.parts[0].scan is not None:
     touched = [part for part in series.parts if part.leaves & other.parts[0].leaves]
     return series.parts[0].scan is None and len(touched) > 1
@@ -91,10 +91,10 @@ def _series_of_scan(model: _model.Model, scan: _leaf_uses.LayerScan) -> Series:
 
 
 def _numbered_series(model: _model.Model, num_kernels: int) -> list[Series]:
-  """The modules whose names differ by a number, if they are one after the other.
+  """The series of modules whose names differ by a number.
 
-  Two of them at least hold that many kernels; each follows the one before, and is used before the
-  next is.
+  Each module follows the module before it along the data, and is used before the next module. At
+  least two modules have `num_kernels` kernels.
   """
   kernels = set(model.kernels)
   members: dict[str, set[int]] = {}
@@ -106,7 +106,7 @@ def _numbered_series(model: _model.Model, num_kernels: int) -> list[Series]:
   for module in members:
     if match := _NUMBERED.fullmatch(module):
       siblings.setdefault(match[1], []).append(module)
-  # A leaf that is used again, as a table of relative positions, would place only its first block.
+  # A leaf that all blocks use, such as a table of relative positions, does not place its module.
   again = {leaf for leaf, number in collections.Counter(model.uses).items() if number > 1}
   series = []
   for stem, modules in siblings.items():
@@ -127,7 +127,7 @@ def _numbered_series(model: _model.Model, num_kernels: int) -> list[Series]:
 
 
 def _pattern_of(model: _model.Model, stem: str, modules: list[str]) -> str:
-  """The shortest pattern that selects these modules and no others."""
+  """The shortest pattern that selects these modules and no other modules."""
   for numbers in ("*", "[0-9]*"):
     pattern = glob.escape(stem) + numbers
     if set(_matches(model, pattern)) == set(modules):
@@ -136,7 +136,7 @@ def _pattern_of(model: _model.Model, stem: str, modules: list[str]) -> str:
 
 
 def _matches(model: _model.Model, pattern: str) -> dict[str, list[int]]:
-  """The modules or leaves that a pattern selects, by first use, and the leaves in each."""
+  """The modules or leaves that a pattern selects, and the leaves of each, by first use."""
   wanted = pattern.replace(".", "/").split("/")
   found: dict[str, list[int]] = {}
   for i in model.order:
@@ -147,7 +147,7 @@ def _matches(model: _model.Model, pattern: str) -> dict[str, list[int]]:
 
 
 def _matched_length(names: Sequence[str], wanted: Sequence[str]) -> int | None:
-  """How many of a path's first names a pattern's names match; `**` is any number of names."""
+  """The number of names at the start of a path that a pattern matches; `**` matches any number."""
   if not wanted:
     return 0
   if wanted[0] == "**":
@@ -163,7 +163,7 @@ def _matched_length(names: Sequence[str], wanted: Sequence[str]) -> int | None:
 
 
 def select(model: _model.Model, patterns: str) -> Series:
-  """The series of the blocks that any of the patterns between bars selects."""
+  """The series of the blocks that are selected by patterns, which bars separate."""
   scan_of = {leaf: scan for scan in model.layer_scans for leaf in scan.axis_of}
   modules: dict[str, list[int]] = {}
   sliced: set[_leaf_uses.LayerScan] = set()
@@ -171,7 +171,7 @@ def select(model: _model.Model, patterns: str) -> Series:
     selected = _matches(model, pattern.removesuffix(_STEPS))
     leaves = [leaf for members in selected.values() for leaf in members]
     scans = {scan_of[leaf] for leaf in leaves if leaf in scan_of}
-    # What is in one scan alone can't be one after the other but by its steps.
+    # Leaves of a single scan are used at once, so their blocks are the steps.
     are_steps = len(scans) == 1 and all(leaf in scan_of for leaf in leaves)
     if not leaves or (pattern.endswith(_STEPS) and not scans):
       raise ValueError(_no_match(model, pattern, bool(leaves)))
@@ -192,15 +192,16 @@ def select(model: _model.Model, patterns: str) -> Series:
 
 
 def _no_match(model: _model.Model, pattern: str, has_leaves: bool) -> str:
-  found = [series.pattern for series in find_series(model)[0]]
-  hint = f"The series are: {', '.join(map(quoted, found))}." if found else ""
+  """The message for a pattern that selects no leaves, or no steps of a scan."""
   if has_leaves:
-    return f"`blocks` has {pattern!r}, but no scan over layers slices these leaves. {hint}".rstrip()
+    return (
+      f"`blocks` has {pattern!r}, but no scan over layers slices these leaves. Omit {_STEPS!r}."
+    )
   modules = ", ".join(f"'{module}'" for module in list(model.top_modules())[:8])
   return (
-    f"`blocks` has {pattern!r}, which selects nothing that the loss uses. {hint or ''} A pattern"
-    f" begins at the root, as one of {modules}; `*` is any part of one name, `**` any names."
-  ).replace("  ", " ")
+    f"`blocks` has {pattern!r}, which selects nothing that the loss uses. A pattern begins at the"
+    f" root, as one of {modules}; `*` is any part of one name, `**` any names."
+  )
 
 
 def quoted(pattern: str) -> str:
