@@ -30,9 +30,9 @@ def race(
 ) -> _result.RaceResult:
   """Trains with each of several transformations, and compares them with the first.
 
-  With a seed, all methods get the same initial params, batches and keys, so each method is compared
-  with the baseline seed by seed. A comparison is at the budget that the cheaper of the two spends
-  in total:
+  For each seed, all methods get the same initial params, batches and keys, so each method is
+  compared with the baseline seed by seed. The comparison is made where both have spent what the
+  cheaper of the two spends in total:
 
   - at equal steps;
   - at equal gradient evaluations, counted with the first seed. A gradient of the loss counts one, a

@@ -4,7 +4,7 @@ For m comparisons whose p-values are p_1 <= ... <= p_m, Holm's method corrects t
 
   q_i = max over j <= i of min(1, (m - j + 1) p_j)
 
-If methods with q_i <= 0.05 are called different, the probability of at least one false claim is at
+If one calls each difference with q_i <= 0.05 real, the probability of at least one false call is at
 most 0.05, however the comparisons depend on each other.
 
 Source: Holm, "A simple sequentially rejective multiple test procedure", 1979.
@@ -44,7 +44,7 @@ _LEVEL = 0.05
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RaceResult:
-  """The result of :func:`race`: ``n`` seeds, ``m`` points of the training.
+  """The result of :func:`race`, with ``n`` seeds and ``m`` points in each training.
 
   Attributes:
     seeds: the seeds, in the order of the curves' rows.
@@ -140,9 +140,9 @@ class RaceResult:
   ) -> dict[str, dict[str, float]]:
     """The p-value of each method's difference to the baseline, corrected by Holm's method.
 
-    The p-values come from Student's t-test of the paired differences. After the correction, the
-    probability that chance causes any of the differences with a p-value of at most 0.05 is at most
-    0.05. Budgets at which a method has the same differences count as one comparison.
+    The p-values come from Student's t-test of the paired differences. If one calls each difference
+    with a corrected p-value of at most 0.05 real, the probability of at least one false call is at
+    most 0.05. Budgets at which a method has the same differences count as one comparison.
 
     Args:
       quantity: the quantity to compare.

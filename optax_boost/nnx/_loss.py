@@ -74,8 +74,8 @@ def pure_loss(
 ) -> _types.LossFn:
   """Turns ``loss_fn(model, batch[, rng])`` into a pure loss that also returns the new state.
 
-  With `may_change`, a structure that the forward pass changes is stored in the state, for
-  :func:`_model.write`. Without, new and removed variables are refused, new attributes dropped.
+  If `may_change`, the state also holds a structure that the forward pass has changed, for
+  :func:`_model.write`; else new and removed variables are refused, and new attributes are dropped.
   """
 
   # `race` passes a key to losses with a parameter of that name. A model has its own rng streams,
