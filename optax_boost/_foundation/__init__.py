@@ -2,25 +2,25 @@
 
 The modules, each of which imports those before it:
 
-  _types          types of the trees and arrays that pass between modules
-  _extras         the error where an extra's package is missing
-  _files          files that are written whole or not at all
-  _paths          paths of leaves
-  _leaf_names     which names of leaves mean a bias or a normalization
-  _warnings       ``NoEffectWarning``, and the line of the user at which a warning points
-  _checks         checks of arguments: numbers, names, functions, keys, transformations
-  _progress       a progress bar
-  _arrays         dtypes, sums, counters, stacks of small leaves
-  _placement      shardings, and the memory that holds an array
-  _mesh_axes      names of mesh axes, and along which of them an array varies
-  _conditionals   computations under a condition, in place where XLA can
-  _masks          leaves that ``optax.masked`` or ``optax.partition`` hides
-  _patterns       regular expressions that match paths of leaves
-  _selectors      arguments that select leaves: patterns, trees of bools, functions
-  _path_mask      ``path_mask``: a mask that selects leaves by their path
-  _trees          maps over trees, nodes of trees, functions that run once per tree
-  _tree_checks    checks of gradients, params and states
-  _extra_args     extra arguments of ``update``: gradients, functions of params
-  _batches        arrays in a batch that are not examples
-  _full_gradient  ``full_gradient``: a mean over batches, which methods and train steps take
+  _types            types of the trees and arrays that pass between modules
+  _missing_package  the error where an extra's package is missing
+  _files            files that are written whole or not at all
+  _paths            paths of leaves
+  _leaf_names       which names of leaves mean a bias or a normalization
+  _warnings         ``NoEffectWarning``, and the line of the user at which a warning points
+  _checks           checks of arguments: numbers, names, functions, keys, transformations
+  _progress         a progress bar
+  _arrays           dtypes, sums, counters, stacks of small leaves
+  _placement        shardings, and the memory that holds an array
+  _mesh_axes        names of mesh axes, and along which of them an array varies
+  _conditionals     computations under a condition, in place where XLA can
+  _masks            leaves that ``optax.masked`` or ``optax.partition`` hides
+  _patterns         regular expressions that match paths of leaves
+  _selectors        arguments that select leaves: patterns, trees of bools, functions
+  _path_mask        ``path_mask``: a mask that selects leaves by their path
+  _trees            maps over trees, nodes of trees, functions that run once per tree
+  _tree_checks      checks of gradients, params and states
+  _extra_args       extra arguments of ``update``: gradients, functions of params
+  _batches          arrays in a batch that are not examples
+  _full_gradient    ``full_gradient``: a mean over batches, which methods and train steps take
 """

@@ -3,7 +3,7 @@
 The modules, each of which imports those before it:
 
   _config           reads a configuration
-  _levels           which methods a level or a configuration turns on, and why
+  _decisions        which methods a level or a configuration turns on, and why
   _method_settings  the transformations that MindSpore's settings of single methods stand for
   _first_windows    computes the loss of a level's first windows once, and refuses positions past a
                     table

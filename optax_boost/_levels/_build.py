@@ -11,7 +11,7 @@ import optax
 from optax_boost import _sequences
 from optax_boost._form import _compositions
 from optax_boost._foundation import _checks, _mesh_axes, _tree_checks, _types, _warnings
-from optax_boost._levels import _config, _first_windows, _levels, _method_settings
+from optax_boost._levels import _config, _decisions, _first_windows, _method_settings
 from optax_boost._methods import _centralization, _less_bn
 from optax_boost._trace import _layer_axes, _layer_groups, _losses
 from optax_boost._wrappers import _accumulation, _average_params, _freezing
@@ -54,7 +54,7 @@ class AutoBoost:
   cut_batches: int = dataclasses.field(default=0, compare=False, repr=False)
 
   def __post_init__(self) -> None:
-    if (warmup := self.on.get(_levels.SEQUENCES)) is not None:
+    if (warmup := self.on.get(_decisions.SEQUENCES)) is not None:
       self.length_schedule = _sequences.sequence_length_warmup(**warmup)
 
   def explain(self) -> str:
@@ -68,7 +68,7 @@ class AutoBoost:
     for name, reason in self.why.items():
       settings = ", ".join(f"{k}={v!r}" for k, v in self.on.get(name, {}).items())
       effect, acts = self.effects.get(name, ("", True))
-      if self.length_schedule is not None and name == _levels.SEQUENCES:
+      if self.length_schedule is not None and name == _decisions.SEQUENCES:
         effect = "\n".join(
           [*self._explain_sequences(self.length_schedule), *filter(None, [effect])]
         )
@@ -168,17 +168,17 @@ class AutoBoost:
     self, loss: _types.LossFn | None, params: optax.Params | None, args: tuple[Any, ...]
   ) -> None:
     """Tries the loss of the first windows, and decides when sequences are full."""
-    schedule = _sequences.sequence_length_warmup(**self.on[_levels.SEQUENCES])
+    schedule = _sequences.sequence_length_warmup(**self.on[_decisions.SEQUENCES])
     tables, effect = None, "the loss of windows was not tried: the optimizer got no batch"
     if loss is not None and params is not None:
       if _first_windows.check_first_windows(loss, params, args, schedule, self.axes):
         effect = ""
       if self.level == "O2":
         tables = _first_windows.position_tables(loss, params, args, schedule, self.axes)
-    warmup = self.on[_levels.SEQUENCES]
-    self.on[_levels.SEQUENCES], reason = _levels.lengthen_warmup(self.level, warmup, tables)
-    self.length_schedule = _sequences.sequence_length_warmup(**self.on[_levels.SEQUENCES])
-    self.effects[_levels.SEQUENCES] = "\n".join(filter(None, [reason, effect])), True
+    warmup = self.on[_decisions.SEQUENCES]
+    self.on[_decisions.SEQUENCES], reason = _decisions.lengthen_warmup(self.level, warmup, tables)
+    self.length_schedule = _sequences.sequence_length_warmup(**self.on[_decisions.SEQUENCES])
+    self.effects[_decisions.SEQUENCES] = "\n".join(filter(None, [reason, effect])), True
 
   def optimizer(
     self,
@@ -223,10 +223,10 @@ class AutoBoost:
       self._prepare_sequences(loss_fn, params, args)
     if "less_bn" in on and "gc_flag" not in on["less_bn"]:  # a level's
       self.effects.setdefault("less_bn", ("`boost.model` was not called", False))
-    ours = _levels.FREEZE in on  # a level's, of convolutions only
-    freeze = _levels.FREEZE if ours else "grad_freeze"
+    ours = _decisions.FREEZE in on  # a level's, of convolutions only
+    freeze = _decisions.FREEZE if ours else "grad_freeze"
     freezing = on.get(freeze, {})
-    centralizes = _levels.CENTRALIZE in on or on.get("less_bn", {}).get("gc_flag", False)
+    centralizes = _decisions.CENTRALIZE in on or on.get("less_bn", {}).get("gc_flag", False)
     layers: _layer_axes.LayerAxes | None = None
     even_groups: Callable[[int], _layer_groups.Groups] | None = None
     needs_layers = centralizes or freezing or "adasum" in on
@@ -234,12 +234,12 @@ class AutoBoost:
       flags, program = _losses.data_flags(loss_fn, args), _losses.trace(loss_fn, params, args)
       layers = _layer_axes.describe(program, params, flags)
       even_groups = functools.partial(_layer_groups.even_groups, program, flags, layers, params)
-    # From the inside out. A new method joins here and in `_levels`.
+    # From the inside out. A new method joins here and in `_decisions`.
     if centralizes:
       centralize = _centralization.centralize(layers=layers)
       tx = _compositions.around_innermost(tx, lambda inner: optax.chain(centralize, inner))
-      if _levels.CENTRALIZE in on:
-        self.effects[_levels.CENTRALIZE] = _centralized(layers)
+      if _decisions.CENTRALIZE in on:
+        self.effects[_decisions.CENTRALIZE] = _centralized(layers)
     if "adasum" in on:
       adasum = functools.partial(_method_settings.with_adasum, layers=layers, **on["adasum"])
       tx = _compositions.around_innermost(tx, adasum)
@@ -265,11 +265,11 @@ class AutoBoost:
       tx = _freezing.freeze_layers(tx, groups, _method_settings.schedule(**freezing), key=self.key)
     if accumulation := on.get("grad_accumulation"):
       tx = _accumulation.accumulate(tx, accumulation["grad_accumulation_step"])
-    if average := on.get(_levels.AVERAGE):
+    if average := on.get(_decisions.AVERAGE):
       tx = _average_params.average_params(tx, **average)
       often = "each step" if average["every"] == 1 else f"every {average['every']} steps"
       effect = f"from step {average['start']} on, {often} adds its params to the average"
-      self.effects[_levels.AVERAGE] = f"{effect}, which is for evaluation", True
+      self.effects[_decisions.AVERAGE] = f"{effect}, which is for evaluation", True
     return tx
 
 
@@ -344,9 +344,9 @@ def auto_boost(
     >>> list(boost.on)
     ['less_bn', 'centralize', 'freeze_layers', 'average_params']
   """
-  _checks.check_type("level", level, str, f"one of {', '.join(map(repr, _levels.LEVELS))}")
-  if level not in _levels.LEVELS:
-    hint = _config.nearest(level.upper(), _levels.LEVELS)
+  _checks.check_type("level", level, str, f"one of {', '.join(map(repr, _decisions.LEVELS))}")
+  if level not in _decisions.LEVELS:
+    hint = _config.nearest(level.upper(), _decisions.LEVELS)
     raise ValueError(f"There is no level {_checks.shorten(level)}.{hint}")
   mesh_axes = {"axis_name": axis_name, "local_axis_name": local_axis_name}
   for argument, name in mesh_axes.items():
@@ -367,7 +367,7 @@ def auto_boost(
     title = f"level {level} for images; for tokens pass `sequence_length`"
     if sequence_length is not None:
       title = f"level {level} for tokens, sequences of {sequence_length}"
-    decision = _levels.decide_level(level, total_steps, sequence_length, mesh_axes)
+    decision = _decisions.decide_level(level, total_steps, sequence_length, mesh_axes)
     return AutoBoost(title, level, *decision, key=key, axes=axes)
   values = _config.read_config(config)
   if sequence_length is not None:
@@ -375,7 +375,7 @@ def auto_boost(
       "`sequence_length` must be None with a `config`, for MindSpore's levels leave sequences"
       f" whole; got {sequence_length}."
     )
-  on, why, ignored = _levels.decide_config(level, values, mesh_axes)
+  on, why, ignored = _decisions.decide_config(level, values, mesh_axes)
   if ignored:
     message = f"keys of MindSpore's configuration without effect here: {ignored}."
     _warnings.warn(message, _warnings.NoEffectWarning)

@@ -14,7 +14,7 @@ from optax_boost._form import _protocol
 from optax_boost._foundation import _checks, _full_gradient, _paths, _tree_checks, _trees, _types
 from optax_boost._trace import _losses
 from optax_boost._train_step import (
-  _compilation,
+  _background_compilation,
   _frozen_depth,
   _state_placement,
   _step_computation,
@@ -181,7 +181,9 @@ class TrainStep:
     """
     batches = list(batches)
     state = _state_placement.commit_like(state, (batches, rng))
-    return _compilation.compile_programs([self.lower(state, batch, rng) for batch in batches])
+    return _background_compilation.compile_programs(
+      [self.lower(state, batch, rng) for batch in batches]
+    )
 
   def lower(
     self, state: _train_state.TrainState, batch: _types.Batch, rng: jax.Array | None = None

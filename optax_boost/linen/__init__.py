@@ -10,9 +10,9 @@ The modules, each of which imports those before it:
 """
 
 # ruff: noqa: E402 (an error without Flax comes before the imports that need it)
-from optax_boost._foundation import _extras
+from optax_boost._foundation import _missing_package
 
-_extras.require_flax(__name__)
+_missing_package.require_flax(__name__)
 
 from optax_boost.linen._batch_stats import estimate_batch_stats
 from optax_boost.linen._less_bn import less_bn

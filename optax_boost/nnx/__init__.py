@@ -13,9 +13,9 @@ The modules, each of which imports those before it:
 """
 
 # ruff: noqa: E402 (an error without Flax comes before the imports that need it)
-from optax_boost._foundation import _extras
+from optax_boost._foundation import _missing_package
 
-_extras.require_flax(__name__)
+_missing_package.require_flax(__name__)
 
 from optax_boost.nnx._averaged_model import averaged_model
 from optax_boost.nnx._batch_stats import estimate_batch_stats

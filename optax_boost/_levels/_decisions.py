@@ -8,7 +8,7 @@ from optax_boost._levels import _config
 METHODS = tuple(_config.SCHEMA["boost"])[1:]
 # MindSpore's levels turn on less_bn and grad_freeze at O1, and adasum, too, at O2.
 LEVELS = {"O0": METHODS[:0], "O1": METHODS[1:3], "O2": METHODS[1:4]}
-# MindSpore's levels: `O1` turns on less_bn and grad_freeze, `O2` adasum, too.
+# Our levels freeze convolutions from this share of the training on, since freezing costs least when
 # the learning rate is low. MindSpore freezes layers during the whole training, mostly few of them,
 # which saves little time and costs accuracy. Freezing saves a transformer a twentieth of its time,
 # and costs more than that. A normalized head saves no time, and learns slowly.
