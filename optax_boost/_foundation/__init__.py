@@ -3,12 +3,12 @@
 The modules, each of which imports those before it:
 
   _types            types of the trees and arrays that pass between modules
-  _missing_package  the error where an extra's package is missing
+  _missing_package  the error for a missing package of one of our extras
   _files            files that are written whole or not at all
   _paths            paths of leaves
-  _leaf_names       which names of leaves mean a bias or a normalization
-  _warnings         ``NoEffectWarning``, and the line of the user at which a warning points
-  _checks           checks of arguments: numbers, names, functions, keys, transformations
+  _leaf_names       names of leaves that mean a bias, a normalization, a kernel, or an embedding
+  _warnings         ``NoEffectWarning``, and warnings that point to the user's line
+  _checks           checks of arguments: numbers, names, functions, random keys, transformations
   _progress         a progress bar
   _arrays           dtypes, sums, counters, stacks of small leaves
   _placement        shardings, and the memory that holds an array

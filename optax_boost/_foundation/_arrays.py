@@ -121,7 +121,7 @@ def stackable(keys: Sequence[Hashable], *columns: Sequence[jax.Array]) -> list[l
 
 
 def stackable_leaves(*trees: _types.Tree) -> list[list[list[jax.Array]]]:
-  """Chunks of leaves that one reduction takes, each as a list of leaves for each tree."""
+  """Chunks of the leaves for one reduction each; a chunk is a list of leaves for each tree."""
   columns = list(map(jax.tree.leaves, trees))
   groups = stackable([None] * len(columns[0]), *columns)
   chunks = [group[i : i + _TOGETHER] for group in groups for i in range(0, len(group), _TOGETHER)]

@@ -11,12 +11,12 @@ from optax_boost._foundation import _arrays, _mesh_axes, _types
 
 
 def is_concrete(condition: _types.Unchecked) -> bool:
-  """Whether a condition is known outside of a trace, where each ``lax.cond`` would be compiled."""
+  """Whether a condition is not traced: outside of ``jit``, each call of ``lax.cond`` compiles."""
   return not isinstance(condition, jax.core.Tracer)
 
 
 def both(first: _types.Condition, second: _types.Condition) -> _types.Condition:
-  """Whether two conditions hold; True, if one always holds, leaves no operation in the program."""
+  """Whether both conditions hold; if one is Python's True, the program gets no operation."""
   if first is True or first is second:
     return second
   return first if second is True else first & second
@@ -115,7 +115,7 @@ def update_if(
 
 
 def nan_if(condition: _types.Condition | None, tree: _types.SameTree) -> _types.SameTree:
-  """Fills floating-point leaves with NaN if `condition`; returns the tree if that is None."""
+  """Fills floating-point leaves with NaN if `condition`; if it is None, returns the tree."""
   if condition is None:
     return tree
 

@@ -12,7 +12,7 @@ def is_masked(value: _types.Tree) -> bool:
 
 
 def masked_paths(tree: _types.Tree) -> list[str]:
-  """The paths of the ``optax.MaskedNode`` in a tree."""
+  """The paths of the nodes that hide leaves in a tree."""
   nodes = zip(
     _paths.leaf_paths(tree, is_masked), jax.tree.leaves(tree, is_leaf=is_masked), strict=True
   )

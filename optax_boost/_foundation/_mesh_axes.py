@@ -45,7 +45,7 @@ def bound_axis(value: _types.AxisName | None) -> _types.AxisName | None:
 
 def varying_axes(aval: _types.ArrayType) -> frozenset[str]:
   """The mesh axes along which arrays of a type differ between devices in ``shard_map``."""
-  # JAX before 0.8 calls it `vma`.
+  # Later versions of JAX renamed `vma`.
   manual = getattr(aval, "manual_axis_type", None)
   return frozenset(manual.varying if manual is not None else getattr(aval, "vma", None) or ())
 

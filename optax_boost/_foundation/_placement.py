@@ -35,7 +35,7 @@ def gather_axes(x: jax.Array, axes: Sequence[int]) -> jax.Array:
 
 
 def place_by(x: jax.Array, sharding: jax.sharding.NamedSharding) -> jax.Array:
-  """Reshards an array as an array type says; only types on Explicit meshes have a sharding."""
+  """Reshards an array on an Explicit mesh; on other meshes, returns the array."""
   explicit = jax.sharding.AxisType.Explicit in sharding.mesh.axis_types
   return jax.sharding.reshard(x, sharding) if explicit else x
 
@@ -46,7 +46,7 @@ def is_whole_here(x: _types.Unchecked) -> bool:
 
 
 def put(x: jax.typing.ArrayLike, sharding: jax.sharding.Sharding) -> jax.Array:
-  """Puts an array on the devices of a sharding; each process passes all of it, or its part."""
+  """Puts an array on a sharding's devices; each process passes the whole array or its part."""
   if sharding.is_fully_addressable or not getattr(x, "is_fully_addressable", True):
     return jax.device_put(x, sharding)
   # `device_put` would send the array to all devices to compare the processes' copies.

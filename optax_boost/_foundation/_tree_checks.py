@@ -31,7 +31,7 @@ def require_one_run(count: jax.Array, function: str, advice: str = _TAKE_OR_MAP)
 
 
 def differentiated(params: _types.Params) -> _types.Params:
-  """The params that the loss is differentiated by: the fast ones of a pair of lookahead's."""
+  """The params that the loss is differentiated by: the fast ones under ``optax.lookahead``."""
   return params.fast if isinstance(params, optax.LookaheadParams) else params
 
 
@@ -72,12 +72,12 @@ def check_same_tree(updates: _types.Tree, params: _types.Tree, method: str) -> N
 
 def same_shapes(first: _types.Tree, second: _types.Tree) -> bool:
   """Whether two trees have the same structure and shapes."""
-  first_structure: _types.TreeDef
-  first_leaves, first_structure = jax.tree.flatten(first)
-  second_leaves, second_structure = jax.tree.flatten(second)
-  if first_structure != second_structure:
-    return False
-  return list(map(jnp.shape, first_leaves)) == list(map(jnp.shape, second_leaves))
+
+  def shapes(tree: _types.Tree) -> tuple[_types.TreeDef, list[tuple[int, ...]]]:
+    leaves, structure = jax.tree.flatten(tree)
+    return structure, list(map(jnp.shape, leaves))
+
+  return shapes(first) == shapes(second)
 
 
 # Advice for a leaf that can't be differentiated, without and with a model state. A mask is no help:

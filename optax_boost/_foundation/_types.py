@@ -14,14 +14,12 @@ from jax.extend import core as jax_core
 Tree: TypeAlias = object
 # A tree that a function returns with other leaves.
 SameTree = TypeVar("SameTree")
-# Pytrees of arrays: what a loss is differentiated by; gradients, or what is added to params, of
-# the params' structure; the state of a transformation; what a model keeps beside its params, as
-# running statistics; what a loss reads besides.
-Params: TypeAlias = Any
-Updates: TypeAlias = Any
-OptState: TypeAlias = Any
-ModelState: TypeAlias = Any
-Batch: TypeAlias = Any
+# Pytrees of arrays.
+Params: TypeAlias = Any  # what a loss is differentiated by
+Updates: TypeAlias = Any  # gradients, or what is added to params
+OptState: TypeAlias = Any  # the state of a transformation
+ModelState: TypeAlias = Any  # what a model keeps beside its params, such as running statistics
+Batch: TypeAlias = Any  # the data that a loss reads
 # A leaf of a pytree: an array or a number, or an `optax.MaskedNode` where masks count as leaves.
 Leaf: TypeAlias = Any
 # An array, or its shape and dtype alone.
@@ -60,13 +58,13 @@ ExtraArgs: TypeAlias = dict[str, Any]
 LossFn: TypeAlias = Callable[..., Any]
 # A function of params and further arguments, as the extra argument `value_fn` is.
 Closure: TypeAlias = Callable[..., Any]
-# The size of a batch, which weighs its gradient.
+# A function from a batch to its number of examples, which weighs its gradient.
 WeightFn: TypeAlias = Callable[[Any], Any]
-# Whether a node of a tree counts as a leaf.
+# A function that tells whether a node of a tree counts as a leaf.
 LeafTest: TypeAlias = Callable[[Any], bool]
 # Names of mesh axes.
 AxisName: TypeAlias = str | tuple[str, ...]
-# The same for all leaves, or by regular expression.
+# Names of mesh axes for all leaves, or for the leaves that a regular expression matches.
 AxisNames: TypeAlias = AxisName | Mapping[str, AxisName]
 # A set of leaves: one or several regular expressions that match whole segments of their paths
 # (`_patterns`), a tree of bools, a callable from the params to such a tree (optax's mask

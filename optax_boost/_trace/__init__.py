@@ -1,9 +1,9 @@
 """Reads a traced loss: the axes of its params, their order, and groups of layers.
 
 Methods that act layer by layer must know where a layer begins: LARS takes a norm of each layer,
-centralization a mean over the inputs of each output, freezing stops the first layers. Neither names
-nor shapes tell. The loss does: it is traced, and the analyses follow each leaf of the params
-through the program to the equations in which data meets it. Nothing is computed.
+centralization a mean over the inputs of each output, and freezing stops the first layers. Names and
+shapes do not tell, but the program of the loss does. The analyses trace the loss, and follow each
+leaf of the params to the equations in which it meets data. Nothing is computed.
 
 Terms, each for one thing:
 
@@ -15,7 +15,7 @@ Terms, each for one thing:
   fan-in      the axes of a leaf that its first use sums over: the inputs of an output.
   stacked     the axes along which a leaf holds one kernel, bias or scale after the other.
   layer       one slice of a leaf along its stacked axes; a leaf without these is one layer.
-  block       the leaves, and the layers of stacked leaves, that no group takes apart.
+  block       leaves, and layers of stacked leaves, that are always in the same group.
   group       some blocks in a row. The first groups can be frozen.
 
 An example. The loss scans over two layers, whose kernels are one leaf, and has a head:
@@ -72,7 +72,7 @@ dimensions. The body of the scan gets one slice of ``hidden`` after the other:
 >>> head_use.leaf, head_use.kind.name, set(head_use.fan_in), set(head_use.stacked)
 (0, 'CONTRACTED', {0}, set())
 
-*From uses to axes.* The first use that tells them decides on the axes of a leaf:
+*From uses to axes.* The first use that tells a leaf's axes decides on them:
 
 >>> from optax_boost._trace import _layer_axes
 >>> described = _layer_axes.layer_axes(loss_fn, params, jnp.ones((4, 8)))
@@ -80,8 +80,8 @@ dimensions. The body of the scan gets one slice of ``hidden`` after the other:
 head: fan-in (0,), outputs (1,)
 hidden: layers (0,), fan-in (1,), outputs (2,)
 
-*From uses to groups.* The two steps of the scan and the head are a chain: each meets data that were
-computed with the one before. So each is a block:
+*From uses to groups.* The two steps of the scan and the head are a chain: each layer meets data
+that were computed with the layer before it. So each layer is a block:
 
 >>> from optax_boost._trace import _layer_groups
 >>> print(_layer_groups.layer_groups(loss_fn, params, jnp.ones((4, 8))))
@@ -100,15 +100,15 @@ The modules, each of which imports those before it:
                   its subclasses
   _axis_map       axis maps
   _losses         traces of loss functions, and which of their arguments are data
-  _primitives     ``RULES``: how each primitive moves axis maps. A primitive without a rule hides
-                  the axes of the leaves that go into it; methods name it in a warning
+  _primitives     ``RULES``: how each primitive moves axis maps. If a primitive has no rule, the
+                  axes of the leaves that enter it are unknown, and methods warn of it
   _leaf_uses      the interpreter that finds uses, and scans over layers
   _layer_axes     ``layer_axes``: what the uses tell of each leaf
-  _flow           which leaves the data were computed with that a leaf meets
-  _model          the leaves of a traced loss, their uses, and which follow which
+  _flow           which leaves are upstream of a leaf: the data that it meets went through them
+  _model          the leaves of a traced loss, their uses, and which leaves follow which
   _series         series of modules or of a scan's steps, found or selected by patterns
   _blocks         blocks: the outermost series, the layers of a chain, or what patterns select
-  _position_tables  tables of learned positions, which a level of tokens asks for
+  _position_tables  tables of learned positions, of which windows of a sequence read fewer entries
   _layer_groups   ``layer_groups``: groups of blocks, and the group of each leaf or layer
   _frozen_scans   evaluates a loss with frozen layers in its scans
 """

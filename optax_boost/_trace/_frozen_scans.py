@@ -54,7 +54,7 @@ def split_frozen(stopped: jax.Array, leaf: jax.Array, frozen: bool | np.ndarray)
 
 
 def evaluate(program: _types.Jaxpr, arguments: Sequence[_Splittable]) -> list[jax.Array]:
-  """Computes the results of a program, of whose arguments some may be split."""
+  """Computes the results of a program; some of its arguments may be split arrays."""
   if not any(isinstance(argument, _SplitArray) for argument in arguments):
     return jax_core.jaxpr_as_fun(program)(*arguments)
   return _concatenate_all(_SplitScans().run(program, arguments), program.jaxpr.outvars)
@@ -127,7 +127,7 @@ def _aligned_axes(equation: _types.Equation, operand: int) -> tuple[int | None, 
 
 
 class _SplitScans(_jaxpr.Evaluator[_Splittable]):
-  """Computes a program of whose values some are split arrays."""
+  """Computes a program in which some values are split arrays."""
 
   def visit(self, equation: _types.Equation, inputs: list[_Splittable]) -> Sequence[_Splittable]:
     is_split = any(isinstance(value, _SplitArray) for value in inputs)

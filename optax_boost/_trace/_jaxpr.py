@@ -137,7 +137,7 @@ class Evaluator(Interpreter[_Value]):
     return value
 
   def visit(self, equation: _types.Equation, inputs: list[_Value]) -> Sequence[_Value]:
-    """Enters plain calls, under ``jax.checkpoint`` if the call is one of it."""
+    """Enters plain calls; a call of ``jax.checkpoint`` stays checkpointed."""
     program = _called_program(equation) if equation.primitive.name in _PLAIN_CALLS else None
     if program is None:
       return self.operation(equation, inputs)
@@ -148,7 +148,7 @@ class Evaluator(Interpreter[_Value]):
     return run(inputs)
 
   def bind(self, equation: _types.Equation, values: Sequence[Any]) -> list[Any]:
-    """Computes an equation as a program of one equation."""
+    """Computes one equation."""
     atoms = zip(equation.invars, values, strict=True)
     inputs = {atom: value for atom, value in atoms if not isinstance(atom, jax_core.Literal)}
     names = {"arg_names": ("",) * len(inputs), "result_paths": ("",) * len(equation.outvars)}

@@ -251,7 +251,7 @@ def describe(
 def _by_narrowest_definition(
   analyze: Callable[[DataKind], _leaf_uses.Findings],
 ) -> _leaf_uses.Findings:
-  """The findings under the first definition of data by which leaves meet data in two equations.
+  """The findings under the first definition by which leaves meet data in two or more equations.
 
   If there is none, the findings under the first definition by which any leaf meets data.
   """

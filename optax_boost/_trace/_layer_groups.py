@@ -22,7 +22,7 @@ from optax_boost._trace import _blocks, _flow, _layer_axes, _losses, _model
 
 
 class LayerSlice(NamedTuple):
-  """Some layers of a leaf that holds many along an axis; ``str`` writes it as NumPy does.
+  """A range of a leaf's layers along an axis; ``str`` writes it as NumPy does.
 
   Attributes:
     path: the path of the leaf.
@@ -42,7 +42,7 @@ class LayerSlice(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class LayerGroups:
-  """Which leaf belongs to which group; ``print`` shows it. Made by :func:`layer_groups`.
+  """The groups of a model's leaves, made by :func:`layer_groups`; ``print`` shows them.
 
   Attributes:
     groups: for each group, the paths of its leaves in the order of the forward pass. If only some
@@ -392,7 +392,7 @@ def count_groups(groups: Groups) -> int:
 
 
 def numbering(groups: Groups, method: str) -> Callable[[_types.Params], _types.Tree]:
-  """A function from a tree to a like tree of :func:`group_numbers`; it warns once per tree."""
+  """Makes a function that returns a tree's group numbers in the tree's structure."""
   numbers = _trees.once_per_tree(lambda tree: group_numbers(tree, groups, method))
   return lambda tree: jax.tree.unflatten(jax.tree.structure(tree), numbers(tree))
 

@@ -489,7 +489,7 @@ class LeafUses(_jaxpr.Interpreter[Value]):
 
 
 def scanned_axes(program: _types.Jaxpr, leaves: range) -> dict[int, int]:
-  """The axis that a scan over layers slices of each of the arguments at positions `leaves`.
+  """The axis that a scan over layers slices, for each argument at the positions `leaves`.
 
   The keys of the result count from the first of these positions. No argument counts as data.
   """
@@ -569,7 +569,7 @@ def _is_scale(value: Value, axis_map: AxisMap, contracted: Sequence[int]) -> boo
 
 
 def _is_number_beside_its_leaf(value: Value, axis_map: AxisMap) -> bool:
-  """Whether the map is of a number made of a leaf, such as its norm, that scales the leaf."""
+  """Whether the map is of a number made of a leaf, such as its norm, beside the leaf itself."""
   others = (m for m in value.axis_maps if m.leaf == axis_map.leaf)
   return not axis_map.axes() and any(m.axes() for m in others)
 
