@@ -24,9 +24,9 @@ demo-finetune: $(READY)
 
 # Tests of the last bits run on programs as users get them, the others on programs that compile
 # faster (tests/conftest.py). A file's tests stay in one process and share what it traced: a tenth
-# less to compute. The few of the last bits come first, in one process, which compiles the packages'
-# Python for the workers; the linter, the type checker and the set-up of both environments, of one
-# process each, run beside it. All tests of tests/evidence are slow, and so are its imports.
+# less to compute. The few of the last bits come first and compile the packages' Python for the
+# others; the linter and the type checker, of one process each, run beside the set-up. All tests of
+# tests/evidence are slow, and so are its imports.
 OPTIMIZED := XLA_FLAGS=--xla_backend_optimization_level=3
 WITH_OPTIMIZED = $(shell grep -rl --include='test_*.py' pytest.mark.optimized tests)
 test:
@@ -35,7 +35,7 @@ test:
 	  --ignore=tests/evidence
 
 test-optimized: $(READY)
-	$(OPTIMIZED) $(BIN)/python -m pytest -m optimized $(WITH_OPTIMIZED)
+	$(OPTIMIZED) $(BIN)/python -m pytest -n $(WORKERS) -m optimized $(WITH_OPTIMIZED)
 
 # The tests that compare numbers, compiled for the instructions of several processors.
 test-cpus: $(READY)
@@ -148,14 +148,15 @@ release-check:
 	  { echo "release-check: CHANGELOG.md has no date for this version."; exit 1; }
 
 # Not compiled: pip does it on one core for all packages, the first import for what it needs. Images
-# for containers often forbid that to Python; then every process would compile for itself.
+# for containers often forbid that to Python; then every process would compile for itself. What builds
+# the package is among the tests' packages, so pip needs no second environment for it.
 unexport PYTHONDONTWRITEBYTECODE
 $(READY): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "optax_boost needs Python 3.11 or newer; $(PYTHON) is older. Set PYTHON=..."; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --no-compile -e ".[test]"
+	$(BIN)/python -m pip install --quiet --upgrade pip hatchling hatch-fancy-pypi-readme editables
+	$(BIN)/python -m pip install --quiet --no-compile --no-build-isolation -e ".[test]"
 	touch $(READY)
 
 clean:
