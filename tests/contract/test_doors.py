@@ -136,16 +136,22 @@ def through(door, tx, params, batches, loss=dot):
   return jax.tree.map(lambda *steps: np.stack(steps), *after)
 
 
-every_door = pytest.mark.parametrize(
-  "door",
-  [("update", "jit"), ("apply_gradients", "jit")]
-  + [(name, "") for name in ("train_step", "nnx", "linen")]
-  + [(name, "scan") for name in DOORS],
-  ids=lambda door: "-".join(filter(None, door)),
-)
+STEP_BY_STEP = [
+  ("update", "jit"),
+  ("apply_gradients", "jit"),
+  *((name, "") for name in ("train_step", "nnx", "linen")),
+]
 
 
-@every_door
+def doors_of(turn=None):
+  """Each door step by step and in a scan, or with a turn one of both, the other at the next."""
+  doors = [(way, (way[0], "scan")) for way in STEP_BY_STEP]
+  chosen = doors if turn is None else [[pair[(i + turn) % 2]] for i, pair in enumerate(doors)]
+  doors = [door for pair in chosen for door in pair]
+  return pytest.mark.parametrize("door", doors, ids=lambda door: "-".join(filter(None, door)))
+
+
+@doors_of(turn=0)
 def test_lars_of_mxnet(door):
   arrays, hyper = test_lars.load("lars_mxnet200beta1_fp32")
   tx = test_lars.mxnet_lars(arrays, hyper["cases"][22])
@@ -156,7 +162,7 @@ def test_lars_of_mxnet(door):
   test_lars.assert_weights_agree(np.stack(found), arrays["init"], arrays["c22_w"])
 
 
-@every_door
+@doors_of(turn=1)
 def test_centralize_of_mindspore_in_its_order(door):
   arrays, names = test_centralization.recorded()
   hyper = json.loads(str(arrays["meta_json"]))["hyper"]
@@ -205,7 +211,7 @@ def accumulation_terms(arrays, leaf):
   return found
 
 
-@every_door
+@doors_of(turn=0)
 def test_accumulate_of_mindspore(door):
   with np.load(GOLDEN / "grad_accumulation.npz") as file:
     arrays = dict(file)
@@ -221,7 +227,7 @@ def test_accumulate_of_mindspore(door):
       closeness.assert_within_ulps(jax.tree.leaves(found[quantity])[i], expected, terms, 3)
 
 
-@every_door
+@doors_of(turn=1)
 def test_dynamic_loss_scale_of_mindspore(door):
   with np.load(GOLDEN / "loss_scale.npz") as file:
     overflow, scales = file["basic_overflow"], file["basic_scale"]
@@ -254,7 +260,7 @@ def test_adasum_of_horovod_with_a_momentum_per_replica(name, ranks):
 
 # Inside scans the train steps freeze, but skip no backward pass, and say so.
 @pytest.mark.filterwarnings("ignore:`freeze_layers` saves no time")
-@every_door
+@doors_of()
 def test_freeze_layers_of_numpy(door):
   strategy = np.array([0, 1, 0, 0, 1, 0])
   schedule = optax_boost.FreezeSchedule(2, lambda step, key: jnp.asarray(strategy)[step % 6])
@@ -267,7 +273,7 @@ def test_freeze_layers_of_numpy(door):
   np.testing.assert_array_equal(found["head"], 1 - 0.5 * np.cumsum(grads["head"], 0))
 
 
-@every_door
+@doors_of(turn=0)
 def test_svrg_of_mxnet(door):
   run = test_svrg.trace_of("momentum")
   full = run.tree("full_grad_", 0, 1 / run.size)
@@ -283,7 +289,7 @@ def test_svrg_of_mxnet(door):
   test_svrg.assert_agrees(run, found)
 
 
-@every_door
+@doors_of(turn=1)
 def test_dim_reduce_of_mindspore(door):
   run = test_mindspore.trace_of("linear")
   params = {"a": run.init[0], "b": run.init[1]}
@@ -298,7 +304,7 @@ def test_dim_reduce_of_mindspore(door):
 
 
 # Recorded recommendations, weights whose sums are exact: to the bit.
-@every_door
+@doors_of(turn=0)
 def test_sgperm_of_sgperm_py(door):
   arrays, meta = oracle.load("sgperm_bounds")
   hyper = test_sgperm.hyperparams(meta["hyper"]) | test_sgperm.RECOMMENDED
@@ -307,7 +313,7 @@ def test_sgperm_of_sgperm_py(door):
   np.testing.assert_array_equal(found["kernel"], arrays["w0"][1:])
 
 
-@every_door
+@doors_of(turn=1)
 def test_laperm_of_numpy(door):
   start = np.random.default_rng(0).permutation(64).reshape(8, 8).astype(np.float32)
   grads = np.random.default_rng(1).integers(-99, 99, (6, 8, 8)).astype(np.float32)

@@ -106,7 +106,7 @@ def in_sampled_doors(order, number):
   """In the sample, one of the three doors and optimizers for an order that was never wrong."""
   runs = in_three_doors(order, number)
   once_wrong = set(itertools.combinations(programs.kinds(order), 2)) & set(programs.ONCE_WRONG)
-  if ALL or once_wrong or order in (*SINGLES, *EXTRAS, *known_wrong.IN_FLOAT32):
+  if ALL or once_wrong or order in (*SINGLES, *known_wrong.IN_FLOAT32):
     return runs
   # By turns another optimizer behind each door.
   turn = (number // 3 - number) % len(runs)
