@@ -42,7 +42,6 @@ class Row:
     static: arguments that ``optax.inject_hyperparams`` must leave alone.
     acts: proves that the method acts, where comparing its first update with the baseline's does
       not: gets the transformation and the baseline.
-    rewrites: whether it changes updates; what only observes the training acts on its state alone.
     widens: whether updates are float32 where gradients have half precision.
     label: tells rows of the same factory apart.
     extra: makes the extra arguments that ``update`` needs from its updates and params.
@@ -70,7 +69,6 @@ class Row:
   calls_host: bool = False
   static: tuple[str, ...] = ()
   acts: Callable[[Any, Any], bool] | None = None
-  rewrites: bool = True
   widens: bool = False
   label: str = ""
   wrap: Callable[[Any], optax.GradientTransformationExtraArgs] = lambda tx: tx
@@ -519,7 +517,6 @@ ROWS = (
     descends=lambda: optax.sgd(0.1),
     static=("capacity",),
     acts=_keeps_the_params_it_saw,
-    rewrites=False,
   ),
   Row(
     "dim_reduce",
@@ -551,11 +548,6 @@ ROWS = (
     needs_params=False,
     descends=lambda: optax.sgd(0.1),
     wrap=_on_two_replicas,
-    not_applicable={
-      "test_params_on_a_mesh_with_explicit_axes_eagerly_and_no_mesh_set": (
-        "binding its axes sets the mesh"
-      ),
-    },
   ),
   Row(
     "sgperm",

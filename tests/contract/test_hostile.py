@@ -131,10 +131,14 @@ def test_inside_partition_with_all_extra_arguments(row):
   )
 
 
-# Jitted, with the mesh set, all rows run in test_contract.py.
-@every_row
+# One row for each kind of step: by layers, with closures, with sorts, and by wrappers that select,
+# average, freeze or switch. Traced, with the mesh set, all rows run in test_contract.py.
+ON_EXPLICIT_AXES = ("accumulate", "average_params", "dim_reduce", "freeze_layers", "lars", "sgperm")
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row.factory in ON_EXPLICIT_AXES], ids=str)
 def test_params_on_a_mesh_with_explicit_axes_eagerly_and_no_mesh_set(row):
-  if row.factory in ("sgperm", "laperm") and not hasattr(jax.lax, "pcast"):
+  if row.factory == "sgperm" and not hasattr(jax.lax, "pcast"):
     pytest.skip("gathers there, unless jitted, need a newer JAX")
   params, tx = problems.params(), row.make()
   grads = problems.grads(params)
@@ -148,7 +152,10 @@ def test_params_on_a_mesh_with_explicit_axes_eagerly_and_no_mesh_set(row):
     assert update_leaf.sharding.is_equivalent_to(param.sharding, param.ndim)
 
 
-@every_row
+# The train step holds what threads share; methods are pure functions.
+@pytest.mark.parametrize(
+  "row", [row for row in ROWS if row.factory in ("dim_reduce", "freeze_layers", "sgperm")], ids=str
+)
 def test_two_threads_share_one_train_step(row):
   scales = (1.0, 0.5)
   expected = [trained(row, scale)[0] for scale in scales]
@@ -202,7 +209,7 @@ def in_host_memory(inner: optax.GradientTransformation) -> optax.GradientTransfo
   return optax.GradientTransformationExtraArgs(init, update)
 
 
-@every_row
+@pytest.mark.parametrize("row", test_contract.LAYERWISE, ids=str)
 def test_a_jitted_init_changes_nothing(row):
   """Nor does it hide what a method says in it, of which JAX remembers but the program."""
   tx = row.optimizer()
@@ -289,7 +296,7 @@ def test_inside_shard_map_each_device_may_have_its_own_state(row):
   assert problems.spec(jax.eval_shape(local, *both)) == problems.spec(both)
 
 
-WRAPPERS = [row for row in registry.ROWS if {"inner", "first"} & row.kwargs.keys()]
+WRAPPERS = [row for row in ROWS if {"inner", "first"} & row.kwargs.keys()]
 
 
 @pytest.mark.parametrize("row", WRAPPERS, ids=str)

@@ -18,7 +18,7 @@ import optax_boost
 from tests import problems
 from tests.contract import registry, test_contract, test_hostile
 
-every_row, every_factory = test_contract.every_row, test_contract.every_factory
+every_row = test_contract.every_row
 # These train in scans and loops of their own, where the depth of freezing is traced.
 pytestmark = pytest.mark.filterwarnings("ignore:`freeze_layers` saves no time")
 
@@ -33,11 +33,16 @@ def in_numpy(tree: Any) -> Any:
 
 
 @functools.cache
-def on_device(row: registry.Row) -> tuple[Any, Any, Any, Any]:
-  """Params and gradients as JAX's arrays in float32, and what an update makes of them."""
+def on_device(row: registry.Row) -> tuple[Any, list[Any], list[Any]]:
+  """Params and the gradients of three steps as JAX's arrays; what jitted updates make of them."""
   tx, params = row.make(), with_zeros(row.params())
-  grads = with_zeros(problems.grads(params))
-  return params, grads, *jax.jit(tx.update)(grads, tx.init(params), params)
+  update, state = jax.jit(tx.update), tx.init(params)
+  grads = [with_zeros(problems.grads(params, t)) for t in range(3)]
+  steps = []
+  for g in grads:
+    steps.append(update(g, state, params))
+    _, state = steps[-1]
+  return params, grads, steps
 
 
 def assert_same(found: Any, expected: Any) -> None:
@@ -50,32 +55,38 @@ def assert_same(found: Any, expected: Any) -> None:
 
 # Eagerly: `jax.jit` hands on NumPy's arrays as float32, so a jitted update never sees them.
 @every_row
-def test_float64_numpy_params_become_float32_without_x64(row):
+def test_eager_steps_equal_jitted_steps_on_float64_arrays_of_numpy_too(row):
   tx = row.make()
-  params, grads, updates, state = on_device(row)
-  start = tx.init(in_numpy(params))
-  assert_same(start, tx.init(params))
-  found = tx.update(in_numpy(grads), start, in_numpy(params))
-  assert_same(found, (updates, state))
-  # The loss and its gradient, too, of which the row's own extra arguments are not.
-  more = {"value": np.float64(0), "grad": in_numpy(grads)}
-  found = tx.update(in_numpy(grads), start, in_numpy(params), **more)
-  assert_same(found, (updates, state))
-  # As restored from a file, with gradients that are JAX's.
-  found = tx.update(grads, jax.tree.map(np.asarray, start), in_numpy(params))
-  assert_same(found, (updates, state))
+  params, grads, steps = on_device(row)
+  state = tx.init(in_numpy(params))
+  assert_same(state, tx.init(params))
+  # The loss and its gradient are NumPy's, too, unless the row makes its own.
+  more = {"value": np.float64(0), "grad": in_numpy(grads[0])}
+  after = tx.update(in_numpy(grads[0]), state, in_numpy(params), **more)
+  assert_same(after, steps[0])
+  after = tx.update(grads[1], after[1], params)
+  assert_same(after, steps[1])
+  # A state as restored from a file, with gradients that are JAX's.
+  after = tx.update(grads[2], jax.tree.map(np.asarray, after[1]), in_numpy(params))
+  assert_same(after, steps[2])
 
 
-@every_factory
+# Steps in place and the train step make JAX's arrays of NumPy's before any method sees them.
+one_method_and_one_wrapper = pytest.mark.parametrize(
+  "row", [row for row in registry.ROWS if str(row) in ("accumulate", "lars")], ids=str
+)
+
+
+@one_method_and_one_wrapper
 def test_steps_in_place_take_float64_params_of_numpy(row):
   tx = row.feed(getattr(optax_boost, row.factory)(**row.kwargs))
-  params, grads, *_ = on_device(row)
+  params, (grads, *_), _ = on_device(row)
   step = functools.partial(optax_boost.apply_gradients, tx)
   expected = jax.jit(step)(grads, tx.init(params), params)
   assert_same(step(in_numpy(grads), tx.init(in_numpy(params)), in_numpy(params)), expected)
 
 
-@every_factory
+@one_method_and_one_wrapper
 def test_the_train_step_takes_float64_params_of_numpy(row):
   step = test_hostile.train_step(row.optimizer())
   params = on_device(row)[0]
