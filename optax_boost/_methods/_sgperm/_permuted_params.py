@@ -152,8 +152,8 @@ def permuted_params(
     params: the params that have the leaves which were masked out or excluded.
 
   Returns:
-    The :class:`PermutedParams`. Permuted leaves have the dtype that the method trained: under
-    ``master_weights`` that of the masters.
+    The :class:`PermutedParams`. Permuted leaves have the dtype that the method trained. Under
+    ``master_weights`` that is the masters' dtype.
 
   Raises:
     ValueError: the state holds neither or several; or `params` have another tree; or the state is
