@@ -241,15 +241,17 @@ def _new_if(
   scalars_only: bool = False,
 ) -> optax.OptState:
   """The new state if `condition`, else the old one; `scalars_only` applies this to scalars."""
+  if condition is True:
+    return new
 
   def select(x: jax.Array, y: jax.Array) -> jax.Array:
     return x if scalars_only and jnp.shape(x) else jnp.where(condition, x, y)
 
-  changed = {name: getattr(new, name) for name in new._fields if condition is not True}
-  pairs = {name: (x, getattr(old, name)) for name, x in changed.items()}
-  return new._replace(
-    **{name: jax.tree.map(select, x, y) for name, (x, y) in pairs.items() if x is not y}
-  )
+  pairs = {name: (x, getattr(old, name)) for name, x in new._asdict().items()}
+  changed = {
+    name: jax.tree.map(select, *pair) for name, pair in pairs.items() if pair[0] is not pair[1]
+  }
+  return new._replace(**changed)
 
 
 def _run_innermost(tx: optax.GradientTransformation, call: Call, state: optax.OptState) -> Outcome:

@@ -40,8 +40,6 @@ FROZEN_GROUPS = "frozen_groups"
 FULL_GRADIENT = "full_gradient"
 WEIGHT_SUM = "weight_sum"
 
-_KINDS = ("metrics", "requests", "outcome", "skips", "exact", "exact_if")
-
 _State = TypeVar("_State")
 
 
@@ -70,14 +68,6 @@ def _declared_names(state_type: type, kind: str) -> tuple[str, ...]:
   return names if is_declaration else ()
 
 
-def _find_kinds(state_type: type) -> tuple[str, ...]:
-  return tuple(kind for kind in _KINDS if _declared_names(state_type, kind))
-
-
-# From the class of a node to the kinds that it declares; most nodes of a state declare nothing.
-_declared_kinds: Callable[[type], tuple[str, ...]] = functools.cache(_find_kinds)
-
-
 def declared(state: _types.Tree, kind: str) -> tuple[str, ...]:
   """The names that the class of a state declares; `kind` is ``"metrics"``, ``"requests"``, ..."""
   state_type: Any = type(state)
@@ -92,8 +82,12 @@ def declared(state: _types.Tree, kind: str) -> tuple[str, ...]:
 
 def declaring_states(opt_state: optax.OptState, kind: str) -> list[optax.OptState]:
   """The states in an optimizer state that declare a kind, each after those inside it."""
-  candidates = [node for node in _trees.nodes(opt_state) if kind in _declared_kinds(type(node))]
-  return [node for node in candidates if declared(node, kind)]
+  return [
+    node
+    for node in _trees.nodes(opt_state)
+    # Most nodes declare nothing, and the names of a class are cached.
+    if _declared_names(type(node), kind) and declared(node, kind)  # type: ignore[arg-type]
+  ]
 
 
 def read_metrics(opt_state: optax.OptState) -> _types.Metrics:

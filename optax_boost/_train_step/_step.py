@@ -95,11 +95,10 @@ class TrainStep:
     _check_call(state, rng)
     depths = self._depth_reader(state)
     depth, steps = depths.read(state.opt_state)
-    arguments = self._arguments(
-      _state_placement.commit_like(state, (batch, rng)), batch, rng, depth
-    )
+    placed = _state_placement.commit_like(state, (batch, rng))
+    placement = _state_placement.placement(placed)
     try:
-      state, metrics = self._step(*arguments)
+      state, metrics = self._step(placed, batch, rng, self.computation.data, depth, placement)
     except (RuntimeError, ValueError) as error:
       _explain_deleted(error, state=state, batch=batch, rng=rng)
       raise
@@ -197,23 +196,14 @@ class TrainStep:
     """
     _check_call(state, rng)
     depth, _ = self._depth_reader(state).read(state.opt_state)
-    return self._step.lower(*self._arguments(state, batch, rng, depth))
+    placement = _state_placement.placement(state)
+    return self._step.lower(state, batch, rng, self.computation.data, depth, placement)
 
   def _depth_reader(self, state: _train_state.TrainState) -> _frozen_depth.DepthReader:
     structure = jax.tree.structure(state.opt_state)
     if structure not in self._depths:
       self._depths[structure] = _frozen_depth.DepthReader(state.opt_state)
     return self._depths[structure]
-
-  def _arguments(
-    self,
-    state: _train_state.TrainState,
-    batch: _types.Batch,
-    rng: jax.Array | None,
-    depth: int | None,
-  ) -> tuple[Any, ...]:
-    """The arguments of :meth:`_step_computation.StepComputation.step`."""
-    return state, batch, rng, self.computation.data, depth, _state_placement.placement(state)
 
 
 def _check_variables(params: _types.Unchecked) -> None:
