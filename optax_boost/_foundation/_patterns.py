@@ -63,8 +63,8 @@ def first_match(
   Warns of patterns that match no path and no leaf that `tree` hides; if `required`, raises
   ValueError for them.
   """
-  found = _matches(argument, patterns, paths, tree, required=required)
-  return [matches[0] if matches else None for matches in found]
+  matches_of_paths = _matches(argument, patterns, paths, tree, required=required)
+  return [matches[0] if matches else None for matches in matches_of_paths]
 
 
 def assign_groups(

@@ -111,20 +111,20 @@ def _describe(series: _series.Series) -> str:
   return f"{_series.quoted(series.pattern)} ({series.length} {kind})"
 
 
-def _ask_which_series(model: _model.Model, found: list[_series.Series]) -> str:
+def _ask_which_series(model: _model.Model, outermost: list[_series.Series]) -> str:
   """The message for a model with several series, with code for each choice."""
-  patterns = [series.pattern for series in found]
+  patterns = [series.pattern for series in outermost]
   beside = ", ".join(map(_series.quoted, patterns))
   chain = "|".join(patterns)
-  listed = ", ".join(f"{_series.quoted(series.pattern)} ({series.length})" for series in found)
-  leaves = [series.leaves for series in found]
+  listed = ", ".join(f"{_series.quoted(series.pattern)} ({series.length})" for series in outermost)
+  leaves = [series.leaves for series in outermost]
   are_chained = all(map(model.follows, leaves[1:], leaves))
   answers = [
     f"blocks=({beside}) if they are side by side, each counted from its last block",
     f"blocks={_series.quoted(chain)} if they are one after the other",
   ]
   return (
-    f"`layer_groups` finds {len(found)} series of blocks and must be told which to take:"
+    f"`layer_groups` finds {len(outermost)} series of blocks and must be told which to take:"
     f" {listed}. Pass {'; '.join(answers[::-1] if are_chained else answers)}; or the pattern of one"
     f" series, as blocks={_series.quoted(patterns[0])}, whose blocks are then the only ones."
   )

@@ -64,11 +64,11 @@ def trace_flow(program: _types.Jaxpr, num_leaves: int, data: Sequence[bool | Non
   """
   for definition in DataKind:
     analysis = _FlowAnalysis(definition)
-    others = program.jaxpr.invars[num_leaves:]
+    loss_arguments = program.jaxpr.invars[num_leaves:]
     arguments = [_Value(unmet_leaves=1 << leaf) for leaf in range(num_leaves)]
     arguments += [
       _Value(is_data=kind is not None and kind <= definition)
-      for kind in map(_leaf_uses.data_kind, [v.aval for v in others], data)
+      for kind in map(_leaf_uses.data_kind, [v.aval for v in loss_arguments], data)
     ]
     analysis.run(program, arguments)
     if analysis.num_meetings > 1:

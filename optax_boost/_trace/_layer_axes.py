@@ -153,8 +153,8 @@ def leaves_of(tree: _types.Tree, described: LayerAxes | None = None) -> list[Lea
   leaves = []
   for path, leaf in zip(_paths.leaf_paths(tree), jax.tree.leaves(tree), strict=True):
     axes, rank = by_path.get(path), jnp.ndim(leaf)
-    known = axes is not None and len(axes.fan_in + axes.stacked + axes.outputs) == rank
-    leaves.append(Leaf(path, jnp.shape(leaf), axes if known else None))
+    is_described = axes is not None and len(axes.fan_in + axes.stacked + axes.outputs) == rank
+    leaves.append(Leaf(path, jnp.shape(leaf), axes if is_described else None))
   return leaves
 
 
@@ -164,13 +164,13 @@ def layer_axes(loss_fn: _types.LossFn, params: optax.Params, *args: Any) -> Laye
   :func:`make_train_step` does this by itself. In a loop of your own, pass the result as `layers` to
   the methods that take it. Nothing is computed; arrays may be abstract.
 
-  A leaf's axes are told by the operation in which it first meets data. Axes that a matrix product
-  or a convolution sums over are the fan-in; axes that a scan slices, that index one of many
-  kernels, or along which each kernel has data of its own (``vmap``, experts) hold layers; the
-  others are outputs. Rows of embeddings are looked up, so these have no fan-in, nor has a leaf that
-  is named as a bias. A kernel whose input no data goes into (noise, constants, learned queries) has
-  the fan-in of its product with it. Of two params in such a product the second is the kernel,
-  unless only the first is named kernel or weight.
+  The operation in which a leaf first meets data tells its axes. The fan-in are the axes that a
+  matrix product or a convolution sums over. Axes that a scan slices, that index one of many
+  kernels, or along which each kernel has separate data (``vmap``, experts) hold layers. All other
+  axes are outputs. An embedding has no fan-in, since its rows are looked up, nor has a leaf that is
+  named as a bias. If a kernel's input is not data (noise, constants, learned queries), the fan-in
+  is what their product sums over. If both are params, the second is the kernel, unless only the
+  first is named kernel or weight.
 
   Args:
     loss_fn: the loss, as ``loss_fn(params, *args)``; aux is ignored.
@@ -212,8 +212,8 @@ def describe(
   """
   paths = _paths.leaf_paths(params)
   shapes = [variable.aval.shape for variable in program.jaxpr.invars]
-  others = program.jaxpr.invars[len(paths) :]
-  flags = [True] * len(others) if data is None else data
+  loss_arguments = program.jaxpr.invars[len(paths) :]
+  flags = [True] * len(loss_arguments) if data is None else data
   named = frozenset(leaf for leaf, path in enumerate(paths) if _leaf_names.is_kernel(path))
 
   def analyze(definition: DataKind) -> _leaf_uses.Findings:
@@ -221,7 +221,7 @@ def describe(
     arguments = [analysis.leaf(shape) for shape in shapes[: len(paths)]]
     arguments += [
       analysis.argument(variable.aval.shape, _leaf_uses.data_kind(variable.aval, flag))
-      for variable, flag in zip(others, flags, strict=True)
+      for variable, flag in zip(loss_arguments, flags, strict=True)
     ]
     for loss in analysis.run(program, arguments)[:1]:
       analysis.note_result(loss)
@@ -255,14 +255,14 @@ def _by_narrowest_definition(
 
   If there is none, the findings under the first definition by which any leaf meets data.
   """
-  found = []
+  candidates = []
   for definition in DataKind:
     findings = analyze(definition)
     count = _count_equations(findings)
     if count > 1:
       return findings
-    found.append((count, findings))
-  return max(found, key=lambda pair: pair[0])[1]
+    candidates.append((count, findings))
+  return max(candidates, key=lambda pair: pair[0])[1]
 
 
 def _count_equations(findings: _leaf_uses.Findings) -> int:

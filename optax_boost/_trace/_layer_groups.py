@@ -94,25 +94,24 @@ def layer_groups(
 ) -> LayerGroups:
   """Groups the leaves along the forward pass, as a trace of the loss shows it.
 
-  Each block is a group; what is before all blocks (patches, class token, positions, a tied
-  embedding) is the first group, what is after them (final norm, pooler, head) the last, as in BEiT,
-  MAE and ``timm``. The blocks are the outermost series of modules that differ by a number in their
-  names (``layers/0``, ``Block_3``), or the steps of a scan over layers (``nn.scan``, ``nnx.scan``,
+  Each block is a group. The leaves before all blocks (patches, class token, positions, a tied
+  embedding) are the first group, and the leaves after them (final norm, pooler, head) the last, as
+  in BEiT, MAE and ``timm``. The blocks are the outermost series of modules whose names differ by a
+  number (``layers/0``, ``Block_3``), or the steps of a scan over layers (``nn.scan``, ``nnx.scan``,
   ``lax.scan``), whichever is around the other. A series has several kernels in two or more of its
-  modules, and its modules are one after the other along the data. What is inside a block, and how
-  it is named, has no effect.
+  modules, and its modules are one after the other along the data. What is inside of a block, and
+  how it is named, has no effect.
 
   Without such a series, each layer is a group if the layers are a plain chain, as in an MLP: a
-  kernel with its bias and normalization, or a recurrent cell. Anything else is a question: the
-  error of a model with several series (two towers, an encoder and a decoder), or with none, says
-  which `blocks` to choose from. ``print`` shows what was taken. Nothing is computed; arrays may be
-  abstract.
+  kernel with its bias and normalization, or a recurrent cell. For any other model, with several
+  series (two towers, an encoder and a decoder) or none, an error lists the `blocks` to choose from.
+  ``print`` shows which blocks were chosen. Nothing is computed; arrays may be abstract.
 
-  Leaves beside the blocks are placed by the data that they meet: with the last block that these
-  were computed with; before all blocks if with none; after all blocks if no block follows.
+  A leaf outside of the blocks joins the last block that the data it meets went through. The leaf is
+  before all blocks if the data went through none, and after all blocks if no block follows it.
 
-  Noise, and arrays that the loss closes over (an adapter's base weights, a pruning mask), are data
-  only where the params would otherwise meet data in one place or nowhere. In `args` they count as
+  Noise, and arrays that the loss closes over (an adapter's base weights, a pruning mask), count as
+  data only if the params would otherwise meet data in one place or nowhere. In `args` they count as
   data, so let the loss close over them.
 
   Args:
@@ -180,16 +179,16 @@ def layer_groups(
   described = _layer_axes.describe(program, params, data)
   model = _model_of(program, data, described, params)
   try:
-    found = (
+    chosen = (
       _blocks.blocks_by_default(model, num_groups)
       if patterns is None
       else _blocks.blocks_of_patterns(model, patterns)
     )
   except _blocks.Unclear as question:
     raise ValueError(str(question)) from None
-  if patterns is None and num_groups is not None and num_groups > found.num_blocks:
-    found = _blocks.blocks_of_layers(model)
-  return _groups_of_blocks(model, found, params, num_groups, overrides)
+  if patterns is None and num_groups is not None and num_groups > chosen.num_blocks:
+    chosen = _blocks.blocks_of_layers(model)
+  return _groups_of_blocks(model, chosen, params, num_groups, overrides)
 
 
 def even_groups(
@@ -202,12 +201,12 @@ def even_groups(
   """Groups of a traced loss, cut between layers if the trace does not tell enough blocks."""
   model = _model_of(program, data, described, params)
   try:
-    found = _blocks.blocks_by_default(model)
+    chosen = _blocks.blocks_by_default(model)
   except _blocks.Unclear:
-    found = None
-  if found is None or found.num_blocks < num_groups:
-    found = _blocks.blocks_of_layers(model)
-  return _groups_of_blocks(model, found, params, num_groups, None)
+    chosen = None
+  if chosen is None or chosen.num_blocks < num_groups:
+    chosen = _blocks.blocks_of_layers(model)
+  return _groups_of_blocks(model, chosen, params, num_groups, None)
 
 
 def _model_of(

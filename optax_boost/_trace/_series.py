@@ -123,7 +123,7 @@ def _numbered_series(model: _model.Model, num_kernels: int) -> list[Series]:
     if are_apart and are_chained and len(large) > 1:
       pattern = _pattern_of(model, stem, [module for *_, module in rows])
       series.append(Series(parts, pattern))
-  return sorted(series, key=lambda found: found.pattern.count("/"))
+  return sorted(series, key=lambda each: each.pattern.count("/"))
 
 
 def _pattern_of(model: _model.Model, stem: str, modules: list[str]) -> str:
@@ -137,29 +137,29 @@ def _pattern_of(model: _model.Model, stem: str, modules: list[str]) -> str:
 
 def _matches(model: _model.Model, pattern: str) -> dict[str, list[int]]:
   """The modules or leaves that a pattern selects, and the leaves of each, by first use."""
-  wanted = pattern.replace(".", "/").split("/")
-  found: dict[str, list[int]] = {}
+  pattern_names = pattern.replace(".", "/").split("/")
+  leaves_of: dict[str, list[int]] = {}
   for i in model.order:
     names = model.leaves[i].path.split("/")
-    if end := _matched_length(names, wanted):
-      found.setdefault("/".join(names[:end]), []).append(i)
-  return found
+    if end := _matched_length(names, pattern_names):
+      leaves_of.setdefault("/".join(names[:end]), []).append(i)
+  return leaves_of
 
 
-def _matched_length(names: Sequence[str], wanted: Sequence[str]) -> int | None:
+def _matched_length(names: Sequence[str], pattern_names: Sequence[str]) -> int | None:
   """The number of names at the start of a path that a pattern matches; `**` matches any number."""
-  if not wanted:
+  if not pattern_names:
     return 0
-  if wanted[0] == "**":
+  if pattern_names[0] == "**":
     for skipped in range(len(names) + 1):
-      rest = _matched_length(names[skipped:], wanted[1:])
-      if rest is not None:
-        return skipped + rest
+      remaining = _matched_length(names[skipped:], pattern_names[1:])
+      if remaining is not None:
+        return skipped + remaining
     return None
-  if not names or not fnmatch.fnmatchcase(names[0], wanted[0]):
+  if not names or not fnmatch.fnmatchcase(names[0], pattern_names[0]):
     return None
-  rest = _matched_length(names[1:], wanted[1:])
-  return None if rest is None else 1 + rest
+  remaining = _matched_length(names[1:], pattern_names[1:])
+  return None if remaining is None else 1 + remaining
 
 
 def select(model: _model.Model, patterns: str) -> Series:
