@@ -221,7 +221,7 @@ def cut(
   *,
   reads_values: bool,
 ) -> _types.Batch:
-  """Like :func:`cut_sequences`; asks about leaves of classes only if it `reads_values`."""
+  """Does as :func:`cut_sequences`; looks for leaves of classes only if `reads_values`."""
   _checks.check_whole_number("full_length", full_length, static=True)
   _check_length("length", length, full_length)
   leaves, structure = jax.tree.flatten(batch)
@@ -251,7 +251,7 @@ def _check_length(name: str, length: int, full_length: int) -> None:
 
 
 def match_axes(axes: Mapping[str, LeafAxes] | None, paths: list[str]) -> list[LeafAxes | None]:
-  """The treatment that `axes` gives each leaf, or None; checks the argument."""
+  """Checks `axes`, and returns the treatment that it gives each leaf, or None."""
   if axes is None:
     return [None] * len(paths)
   _checks.check_type("axes", axes, Mapping, "a dict from regular expressions to axes")
@@ -270,7 +270,7 @@ def match_axes(axes: Mapping[str, LeafAxes] | None, paths: list[str]) -> list[Le
 def _treatment(
   path: str, leaf: Any, named: LeafAxes | None, full_length: int, reads_values: bool
 ) -> LeafAxes | None:
-  """How a leaf is cut, with axes >= 0; None if `axes` must name the leaf."""
+  """Returns how a leaf is cut, with axes >= 0, or None if `axes` must name the leaf."""
   name = _leaf_name(path)
   if not _checks.is_any_array(leaf) and hasattr(leaf, "shape") and not isinstance(leaf, np.generic):
     raise TypeError(
@@ -299,24 +299,24 @@ def _treatment(
 
 
 def _cut_axes(how: LeafAxes) -> tuple[int, ...]:
-  """The axes along which a leaf is cut."""
+  """Returns the axes along which a treatment cuts a leaf."""
   if isinstance(how, str):
     return (1,) if how == "positions" else ()
   return how if isinstance(how, tuple) else (how,)
 
 
 def _is_real(leaf: Any) -> bool:
-  """Whether an array is of integers or floats."""
+  """Returns whether an array holds integers or floats."""
   return jnp.issubdtype(leaf.dtype, jnp.integer) or jnp.issubdtype(leaf.dtype, jnp.floating)
 
 
 def _long_axes(shape: tuple[int, ...], full_length: int) -> list[int]:
-  """The axes of L or L + 1 entries; axis 0 is the batch's, however long it is."""
+  """Returns the axes of L or L + 1 entries, without axis 0, which is the batch's."""
   return [i for i, n in enumerate(shape) if i > 0 and n - full_length in (0, 1)]
 
 
 def _holds_classes(leaf: Any) -> bool:
-  """Whether each row sums to 1, as one-hot labels and probabilities do; False if traced."""
+  """Returns whether each row sums to 1, as of one-hot labels; False for a traced array."""
   if jnp.ndim(leaf) != 2 or isinstance(leaf, jax.core.Tracer):
     return False
   if not (_is_real(leaf) or leaf.dtype == bool):
@@ -337,7 +337,7 @@ def _check_named(
   full_length: int,
   axes: Mapping[str, LeafAxes],
 ) -> list[LeafAxes]:
-  """The treatments if none is missing and some leaf is cut; else raises ValueError."""
+  """Returns the treatments; raises ValueError if one is missing or no leaf is cut."""
   shapes: dict[str, tuple[int, ...]] = {
     path: getattr(leaf, "shape", ()) for path, leaf in zip(paths, leaves, strict=True)
   }
@@ -371,19 +371,19 @@ def _check_named(
 
 
 def _leaf_name(path: str) -> str:
-  """A leaf of a batch in messages; the only leaf of a bare array has no path."""
+  """Names a leaf of a batch in a message; a batch that is one array has no path."""
   return f"the leaf '{path}'" if path else "the array"
 
 
 def leaf_pattern(path: str, paths: list[str]) -> str:
-  """A regular expression for `axes` that matches a leaf, and no other leaf."""
+  """Returns a regular expression for `axes` that matches one leaf and no other."""
   pattern = re.sub(r"([^\w/ -])", r"\\\1", path) or ".*"
   search = _patterns.compile_pattern("axes", pattern).search
   return pattern if sum(map(bool, map(search, paths))) == 1 else f"^{pattern}$"
 
 
 def _proposal(shape: tuple[int, ...], long_axes: list[int], counts: set[int]) -> LeafAxes:
-  """How a leaf that must be named might be cut, by its shape."""
+  """Proposes by the shape of a leaf how to cut it."""
   if len(long_axes) > 1:
     return long_axes[-2], long_axes[-1]
   if long_axes and long_axes != [1]:
@@ -407,7 +407,7 @@ def _check_sequences(paths: list[str], leaves: list[Any], treatments: list[LeafA
 
 
 def _windows(leaf: Any, how: LeafAxes, length: int, full_length: int) -> Any:
-  """A leaf's windows as sequences: those of the first sequence, of the second, and so on."""
+  """Returns the windows of a leaf as sequences, those of one sequence side by side."""
   numpy: Any = np if isinstance(leaf, np.ndarray) else jnp
   shape = jnp.shape(leaf)
 

@@ -81,7 +81,7 @@ class AutoBoost:
     return "\n".join(map(str.rstrip, lines))
 
   def _explain_sequences(self, schedule: _sequences.LengthSchedule) -> list[str]:
-    """The lengths, the batches that were cut, and which targets are lost."""
+    """Lists the lengths, the number of batches that were cut, and the targets that are lost."""
     full = schedule.full_length
     begins = ", ".join(
       f"{n} from step {step}" for n, step in zip(schedule.lengths, schedule.starts, strict=True)
@@ -167,7 +167,7 @@ class AutoBoost:
   def _prepare_sequences(
     self, loss: _types.LossFn | None, params: optax.Params | None, args: tuple[Any, ...]
   ) -> None:
-    """Tries the loss of the first windows, and decides when sequences are full."""
+    """Checks the loss on windows, and sets from which step on sequences stay whole."""
     schedule = _sequences.sequence_length_warmup(**self.on[_decisions.SEQUENCES])
     tables, effect = None, "the loss of windows was not tried: the optimizer got no batch"
     if loss is not None and params is not None:
@@ -274,7 +274,7 @@ class AutoBoost:
 
 
 def _centralized(layers: _layer_axes.LayerAxes | None) -> tuple[str, bool]:
-  """The effect of centralization in words, and whether it acts."""
+  """Describes what centralization does to these layers, and returns whether it does anything."""
   if layers is None:
     return "kernels found by name when the optimizer starts, since no loss was passed", True
   kernels = sum(axes is not None and axes.mixes_inputs for axes in layers.axes)
@@ -282,7 +282,7 @@ def _centralized(layers: _layer_axes.LayerAxes | None) -> tuple[str, bool]:
 
 
 def _convolves(layers: _layer_axes.LayerAxes) -> bool:
-  """Whether most kernels belong to convolutions."""
+  """Returns whether most kernels belong to convolutions."""
   kernels = [axes for axes in layers.axes if axes is not None and axes.fan_in]
   return 2 * sum(bool(axes.window) for axes in kernels) > len(kernels)
 
@@ -365,7 +365,9 @@ def auto_boost(
   _checks.as_key("key", key)
   if config is None:
     title = f"level {level} for images; for tokens pass `sequence_length`"
-    if sequence_length is not None:
+    if level == "O0":
+      title = "level O0, which changes nothing"
+    elif sequence_length is not None:
       title = f"level {level} for tokens, sequences of {sequence_length}"
     decision = _decisions.decide_level(level, total_steps, sequence_length, mesh_axes)
     return AutoBoost(title, level, *decision, key=key, axes=axes)

@@ -18,7 +18,7 @@ MODES = ("auto", "manual", "enable_all", "disable_all")
 
 
 class Key(NamedTuple):
-  """MindSpore's default of a key, its allowed values, and why it has no effect here, if so."""
+  """A key of MindSpore: its default, its allowed values, and why it has no effect here, or ""."""
 
   default: Any
   words: str
@@ -81,7 +81,7 @@ SCHEMA: dict[str, dict[str, Key]] = {
 
 
 def read_config(config: Config) -> Blocks:
-  """The keys that a configuration sets, by block; None, as MindSpore's examples have it, unsets."""
+  """Returns the keys that a configuration sets, by block; a key of value None is not set."""
   if not isinstance(config, str | os.PathLike):
     return _checked(config)
   is_text = isinstance(config, str) and config.lstrip().startswith("{")
@@ -116,7 +116,7 @@ def _checked_block(block: str, values: Mapping[str, Any]) -> Iterable[tuple[str,
 
 
 def nearest(name: _types.Unchecked, names: Iterable[str]) -> str:
-  """Words for an error about an unknown name: the nearest known one, or the list of them."""
+  """Returns the end of an error about an unknown name: the nearest known name, or all names."""
   names = list(names)
   close = difflib.get_close_matches(name, names, 1, 0.5) if isinstance(name, str) else []
   return f" Did you mean {close[0]!r}?" if close else f" There are: {', '.join(names)}."

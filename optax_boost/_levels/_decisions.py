@@ -1,4 +1,4 @@
-"""The decision of which methods are on: by our levels, or as MindSpore decides."""
+"""Decides which methods are on: by one of our levels, or by MindSpore's rules."""
 
 from collections.abc import Iterable
 from typing import Any, TypeAlias
@@ -23,8 +23,8 @@ _NOT_FOR_TOKENS = ("less_bn", CENTRALIZE, FREEZE, AVERAGE)
 # last half of learned positions in too few steps.
 _WARMUP_FRACTION, _LONG_WARMUP_FRACTION = 0.5, 0.75
 _ONE_REPLICA = "one replica: axis_name is None"
-# The settings of each method that is on; the reason why each method is on or off; a text that names
-# the keys of a configuration without effect.
+# A decision holds the settings of each method that is on, the reason why each method is on or off,
+# and a text that names the keys of a configuration that have no effect.
 Decision: TypeAlias = tuple[_config.Blocks, dict[str, str], str]
 
 
@@ -57,7 +57,7 @@ def decide_level(
 
 
 def _for_images(level: str, total_steps: int) -> _config.Blocks:
-  """The settings of the methods of a level for images, but for `adasum`."""
+  """Returns the settings of each method that a level for images turns on, except `adasum`."""
   start = round(_AVERAGES_FROM * total_steps)
   return {
     "less_bn": {"fn_flag": False},
@@ -68,7 +68,7 @@ def _for_images(level: str, total_steps: int) -> _config.Blocks:
 
 
 def _for_tokens(total_steps: int, full_length: int) -> _config.Blocks:
-  """The settings of the methods of a level for tokens, but for `adasum`."""
+  """Returns the settings of each method that a level for tokens turns on, except `adasum`."""
   warmup = {
     "full_length": full_length,
     "total_steps": total_steps,
@@ -81,7 +81,7 @@ def _for_tokens(total_steps: int, full_length: int) -> _config.Blocks:
 def lengthen_warmup(
   level: str, warmup: dict[str, Any], tables: list[str] | None
 ) -> tuple[dict[str, Any], str]:
-  """The settings of the sequence lengths once the loss was traced, and the reason in words.
+  """Returns the settings of the schedule of lengths at a level, and the reason in words.
 
   Args:
     level: ``"O1"`` or ``"O2"``.
@@ -148,7 +148,7 @@ def decide_config(level: str, config: _config.Blocks, axes: dict[str, Any]) -> D
 
 
 def _requests(level: str, mode: str, switches: dict[str, bool]) -> tuple[set[str], dict[str, str]]:
-  """The methods that level, mode and switches turn on, and for each method the reason."""
+  """Returns the methods that level, mode and switches turn on, and a reason for each method."""
   on, why = set(), {}
   for name in METHODS:
     if mode == "manual" and name in switches:

@@ -103,9 +103,9 @@ def position_tables(
   schedule: _sequences.LengthSchedule,
   axes: Mapping[str, _sequences.LeafAxes] | None,
 ) -> list[str] | None:
-  """The paths of the params' tables of learned positions; None if there is no batch to tell.
+  """Returns the paths of the tables of learned positions in the params; None without a batch.
 
-  The loss is traced of whole sequences and of windows, and not computed.
+  Traces the loss with whole sequences and with windows, and computes nothing.
   """
   number = int(_losses.is_stateful(loss_fn))
   if len(args) <= number:
@@ -131,7 +131,7 @@ def position_tables(
 def _loss_of_batch(
   loss_fn: _types.LossFn, params: _types.Params, args: tuple[Any, ...], number: int
 ) -> Callable[[_types.Batch], _Result]:
-  """The loss as a function of the batch, argument `number` after the params."""
+  """Returns the loss as a function of the batch, which is argument `number` after the params."""
 
   def loss(params: _types.Params, batch: _types.Batch, args: tuple[Any, ...]) -> jax.Array:
     return jax.tree.leaves(loss_fn(params, *args[:number], batch, *args[number:]))[0]
@@ -151,7 +151,7 @@ def _loss_of_batch(
 
 
 def _unnamed_integers(batch: _types.Batch, named: Mapping[str, _sequences.LeafAxes]) -> list[str]:
-  """Patterns of the leaves of integers that are cut by default: one may hold positions."""
+  """Returns patterns of integer leaves that `axes` doesn't name: one may hold positions."""
   paths = _paths.leaf_paths(batch)
   rows = zip(paths, jax.tree.leaves(batch), _sequences.match_axes(named, paths), strict=True)
   return [

@@ -1,4 +1,4 @@
-"""The transformations that the settings of single methods stand for."""
+"""Makes the transformations that MindSpore's settings of single methods describe."""
 
 import pathlib
 from typing import Any
@@ -13,7 +13,7 @@ from optax_boost._wrappers import _freezing
 
 
 def schedule(param_groups: int, freeze_type: int = 1, freeze_p: float = 1.0, **ours: Any) -> Any:
-  """Our freezing schedule, or MindSpore's, whose `freeze_p` is the share of unfrozen steps."""
+  """Makes our freezing schedule, or MindSpore's; `freeze_p` is its share of unfrozen steps."""
   depths = {"max_depths": max(param_groups, 2)}  # in MindSpore each group has one
   if ours:
     return _freezing.progressive_freezing(param_groups, **ours, **depths, anneal=False)
@@ -24,7 +24,7 @@ def schedule(param_groups: int, freeze_type: int = 1, freeze_p: float = 1.0, **o
 def with_adasum(
   tx: optax.GradientTransformation, layers: Any, on: str, axis_name: Any, local_axis_name: Any
 ) -> optax.GradientTransformationExtraArgs:
-  """Sums `on` gradients, before the optimizer, or on updates, after it."""
+  """Puts `adasum` before the optimizer if `on` is ``"gradients"``, else after the optimizer."""
   adasum = _adasum.adasum(axis_name, local_axis_name=local_axis_name, layers=layers)
   if on == "gradients":
     return optax.chain(adasum, tx)
@@ -35,8 +35,9 @@ def with_adasum(
     _adasum.check_not_summed([g], tuple(jax.tree.leaves(local_axis_name)))
     return jax.lax.pmean(_arrays.widen(g), local_axis_name).astype(g.dtype)
 
-  # A server's devices take the same step, from their mean gradient. `adasum` shares its work among
-  # them if their updates seem to vary; `jax.lax.pcast` doesn't work in `vmap`.
+  # All devices of a server apply `tx` to the server's mean gradient, so their updates are equal.
+  # `adasum` shares its work among these devices only if the type of the updates varies along
+  # `local_axis_name`. A selection by the axis index makes it vary; `jax.lax.pcast` fails in `vmap`.
   def vary(u: jax.Array, _: Any) -> jax.Array:
     return jnp.where(jax.lax.axis_index(local_axis_name) < 0, jnp.zeros_like(u), u)
 
@@ -48,9 +49,9 @@ def with_adasum(
 def subspace_optimizer(
   params: Any, n_components: int, pca_mat_path: Any, weight_load_dir: Any, **numbers: Any
 ) -> optax.GradientTransformationExtraArgs:
-  """MindSpore's DimReduce: two trials, steps as of an SGD of rate 1; `params` may be abstract.
+  """Makes MindSpore's DimReduce: two trials of a step, and an SGD of rate 1.
 
-  As in MindSpore, checkpoints are read only if there is no file `pca_mat_path`.
+  `params` may be abstract. Checkpoints are read only if there is no file `pca_mat_path`.
   """
   if not jax.tree.leaves(params):
     raise ValueError(
@@ -75,7 +76,7 @@ def subspace_optimizer(
 
 
 def _checkpoints(folder: str, params: Any) -> list[Any]:
-  """The params that an Orbax ``CheckpointManager`` saved, in the order of their steps."""
+  """Reads the params that an Orbax ``CheckpointManager`` saved, in the order of their steps."""
   import orbax.checkpoint as ocp
 
   with ocp.CheckpointManager(pathlib.Path(folder).absolute()) as manager:
