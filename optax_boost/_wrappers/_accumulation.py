@@ -185,7 +185,7 @@ class _Accumulate:
       weight_sum=jnp.where(is_full, 0.0, weight_sum),
       notfinite_count=_arrays.increment_if(~is_good, state.notfinite_count),
     )
-    # A window of dropped micro-batches only ends without a step.
+    # If all micro-batches of a window are dropped, the window ends without a step.
     calls_inner = is_full & (divisor > 0)
     inner_call = call._replace(gradients=inner_arguments, makes_step=calls_inner)
     return inner_call, new_state, _Window(gradient_sum, is_full, calls_inner)
@@ -218,7 +218,7 @@ class _Accumulate:
     """Whether a micro-batch is added to the window, and whether gradient and weight are good."""
     weight_is_valid = jnp.isfinite(state.weight_sum + weight) & (weight >= 0)
     grads, _ = call.gradients()
-    # A loss scale that sees no overflow never shrinks, so every micro-batch would overflow.
+    # Scaled gradients are added even if they overflowed: a loss scale that sees none never shrinks.
     unseen = _protocol.unseen_by_scale(state.inner_state, grads)
     is_scaled = len(unseen) < len(jax.tree.leaves(grads))
 
@@ -238,7 +238,7 @@ class _Accumulate:
       weight_is_valid, is_finite, may_be_added = _mesh_axes.on_all_devices(
         flags, self.axis_name, _METHOD
       )
-    # The sum is a part of the inner step's work, so the driver can't select it afterwards.
+    # The sum is computed in the inner step, so the driver can't undo an addition.
     is_added = _conditionals.both(call.makes_step, weight_is_valid & may_be_added)
     return is_added, weight_is_valid & is_finite
 

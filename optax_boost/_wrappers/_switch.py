@@ -147,7 +147,7 @@ class _SwitchAfter(NamedTuple):
 
 
 def _refuse_requests(name: str, state: optax.OptState) -> None:
-  """Raises ValueError if a state requests something of the loss, before and after the switch."""
+  """Raises ValueError for a state that requests something of the loss of every step."""
   for node in _protocol.declaring_states(state, "requests"):
     for request in _WRAPPERS.keys() & set(_protocol.declared(node, "requests")):
       raise ValueError(

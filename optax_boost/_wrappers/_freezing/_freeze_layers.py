@@ -185,7 +185,7 @@ class _FreezeLayers:
       _warn_of_uncertain_counts(layout)
     leaves = jax.tree.leaves(inner_state)
     count = jnp.zeros([], jnp.int32)
-    # A copy: the state is donated, the key stays with this function.
+    # A copy: the state may be donated, and the key is used again.
     key_data = jnp.array(jax.random.key_data(self.key))
     return FreezeLayersState(
       count=count,

@@ -58,7 +58,7 @@ class GroupCounts:
   def update_by_group(
     self, update: _compositions.Update, state_groups: _types.Tree, count_positions: _types.Tree
   ) -> _compositions.Update:
-    """An ``update`` that uses each group's counts; the two trees have its state's structure."""
+    """An ``update`` that uses each group's counts; both trees have the structure of its state."""
     return functools.partial(self._step, update, state_groups, count_positions)
 
   def advanced(
@@ -160,7 +160,7 @@ def _merge(
   """A tree in which each leaf and layer is taken from the result of its group.
 
   `keys` has the key of each group, `result_keys` the key of each result. A group without a result
-  is frozen, and takes the last group's.
+  is frozen, and takes the result of the last group.
   """
 
   def take(group: _state_layout.LeafGroup, *values: jax.Array) -> jax.Array:

@@ -175,7 +175,7 @@ def continuous_freezing(
   depths = _spread_depths(num_groups, max_depths)
   if not share:
     return fixed_freezing(num_groups, 0)
-  # MindSpore's number of steps with nothing frozen, in its floats.
+  # The number of steps with nothing frozen, with the rounding errors of MindSpore.
   nearest = fractions.Fraction(share).limit_denominator(_LONGEST_PERIOD)
   freeze_p = float(1 - nearest) if abs(nearest - share) <= _ROUNDING else 1 - share
   unfrozen = math.floor(freeze_p * (len(depths) - 1) / (1 - freeze_p))
@@ -239,12 +239,12 @@ def interval_freezing(
 
 
 def _interval_pattern(share: float) -> np.ndarray:
-  """Whether MindSpore freezes groups in the steps 2, 3, ... of one period, as in step 1."""
+  """For the steps 2, 3, ... of one period, whether MindSpore freezes groups; it does in step 1."""
   period = fractions.Fraction(share).limit_denominator(_LONGEST_PERIOD).denominator
   freezes: list[bool] = []
   frozen = 0
   for step in range(1, period + 2):
-    # In MindSpore's floats: 1 - 0.7 is a little more than 0.3, so a tie freezes.
+    # As in MindSpore, 1 - 0.7 is a little more than 0.3, so that a tie freezes.
     freezes.append(frozen / step < share)
     frozen += freezes[-1]
   return np.array(freezes[1:])

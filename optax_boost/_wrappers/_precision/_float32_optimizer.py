@@ -35,7 +35,7 @@ class _Float32Optimizer:
     fields: dict[str, Any] = {
       "count": jnp.zeros([], jnp.int32),
       "notfinite_count": jnp.zeros([], jnp.int32),
-      # A copy: the state is donated, the caller's key is not.
+      # A copy: the state may be donated, the caller's key may not.
       "key": None if self.key is None else jnp.array(jax.random.key_data(self.key)),
       "inner_state": self.inner.init(float32_params),
       "made": jnp.zeros([], bool),
