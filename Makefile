@@ -24,15 +24,16 @@ demo-finetune: $(READY)
 
 # Tests of the last bits run on programs as users get them, the others on programs that compile
 # faster (tests/conftest.py). A file's tests stay in one process and share what it traced: a tenth
-# less to compute. The few of the last bits come first and compile the packages' Python for the
+# less to compute. Files are taken in order, so the doctests, which are short, come last and both
+# workers end together. The few of the last bits come first and compile the packages' Python for the
 # others; the linter and the type checker, of one process each, run beside the set-up. All tests of
 # tests/evidence are slow, and so are its imports.
 OPTIMIZED := XLA_FLAGS=--xla_backend_optimization_level=3
 WITH_OPTIMIZED = $(shell grep -rl --include='test_*.py' pytest.mark.optimized tests)
 test:
 	@$(MAKE) --no-print-directory --jobs=$(WORKERS) test-optimized type lint
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow and not optimized" \
-	  --ignore=tests/evidence
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder \
+	  -m "not slow and not optimized" --ignore=tests/evidence
 
 test-optimized: $(READY)
 	$(OPTIMIZED) $(BIN)/python -m pytest -n $(WORKERS) -m optimized $(WITH_OPTIMIZED)

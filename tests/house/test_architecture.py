@@ -1,6 +1,7 @@
 """The house: imports run one way, Flax is optional, and the built wheel is what works."""
 
 import ast
+import functools
 import os
 import pathlib
 import re
@@ -45,6 +46,7 @@ APART = {"_methods": {"_leaves"}, "_wrappers": set()}
 ORDERED = ("_foundation", "_trace", "_form", "_train_step", "_levels", "_race", "nnx", "linen")
 
 
+@functools.cache
 def imported(path):
   """The modules that a file imports."""
   names = set()
@@ -71,6 +73,7 @@ def parts_imported(path):
   return {(*rest, "")[0] for name, *rest in ours(path) if name == room(path)}
 
 
+@functools.cache
 def listed(name):
   """The modules that the docstring of a room lists, in order."""
   text = ast.get_docstring(ast.parse((PACKAGE / name / "__init__.py").read_text(encoding="utf-8")))
