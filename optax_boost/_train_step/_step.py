@@ -88,9 +88,9 @@ class TrainStep:
         the same key at every step, a resumed run draws the same numbers.
 
     Returns:
-      The new state, and the metrics: ``loss``, ``aux`` if the loss has any, and what the methods
-      report (``trust_ratio``, ``loss_scale``, ``lars/notfinite_count``, ...). A name that occurs
-      again is numbered, as in ``trust_ratio_1``.
+      The new state, and the metrics. These are ``loss``, ``aux`` if the loss has any, and what the
+      methods report (``trust_ratio``, ``loss_scale``, ``lars/notfinite_count``, ...). A name that
+      occurs again is numbered, as in ``trust_ratio_1``.
     """
     _check_call(state, rng)
     depths = self._depth_reader(state)
