@@ -122,34 +122,17 @@ def check_gradients(gradients: _types.Updates, params: _types.Params, source: st
 def _check_dtype(
   tree: _types.Tree, method: str, advice: str | None, dtype: jax.typing.DTypeLike, required: str
 ) -> None:
-  def name(i: int) -> str:
-    return _paths.leaf_name(_paths.leaf_paths(tree)[i])
-
   for i, leaf in enumerate(jax.tree.leaves(tree)):
     # Python floats are refused, as by optax's optimizers: they have no shape, dtype or sharding.
     if not hasattr(leaf, "dtype"):
-      conversion = ""
-      if _is_python_number(leaf):
-        conversion = " Convert them with `jax.tree.map(jnp.asarray, params)`."
-      raise TypeError(
-        f"`{method}` needs arrays as leaves; the leaf '{name(i)}' is {_checks.shorten(leaf)} of"
-        f" type {type(leaf).__name__}.{_keep_out(leaf, 'params')}{conversion}"
-      )
+      described = _describe("params", _paths.leaf_paths(tree)[i], leaf)
+      raise TypeError(f"`{method}` needs arrays as leaves; {described}")
     if not jnp.issubdtype(leaf.dtype, dtype):
+      name = _paths.leaf_name(_paths.leaf_paths(tree)[i])
       raise TypeError(
-        f"`{method}` needs {required} leaves; the leaf '{name(i)}' is {leaf.dtype}. "
+        f"`{method}` needs {required} leaves; the leaf '{name}' is {leaf.dtype}. "
         + (advice or f"Leave it out with `optax.masked` or `optax.partition` around `{method}`.")
       )
-
-
-def _is_python_number(leaf: _types.Unchecked) -> bool:
-  return isinstance(leaf, int | float | complex)
-
-
-def _keep_out(leaf: _types.Unchecked, name: str) -> str:
-  """Advice for a leaf that can't be an array, such as a function or a name in a module."""
-  advice = f" Keep it out of `{name}`, as `equinox.filter(model, equinox.is_inexact_array)` does."
-  return "" if _is_python_number(leaf) else advice
 
 
 def check_traceable(name: str, tree: _types.Tree) -> None:
@@ -158,8 +141,16 @@ def check_traceable(name: str, tree: _types.Tree) -> None:
     try:
       jax.eval_shape(lambda value: value, leaf)
     except (TypeError, ValueError, OverflowError) as error:
+      described = _describe(name, path, leaf)
       raise TypeError(
-        f"`{name}` must hold arrays, abstract or not, or numbers; the leaf"
-        f" '{_paths.leaf_name(path)}' is {_checks.shorten(leaf)} of type"
-        f" {type(leaf).__name__}.{_keep_out(leaf, name)}"
+        f"`{name}` must hold arrays, abstract or not, or numbers; {described}"
       ) from error
+
+
+def _describe(name: str, path: str, leaf: _types.Unchecked) -> str:
+  """The end of a message about a leaf that is a number, or, for example, a function."""
+  advice = f"Keep it out of `{name}`, as `equinox.filter(model, equinox.is_inexact_array)` does."
+  if isinstance(leaf, int | float | complex):
+    advice = f"Convert it with `jax.tree.map(jnp.asarray, {name})`."
+  got = f"is {_checks.shorten(leaf)} of type {type(leaf).__name__}"
+  return f"the leaf '{_paths.leaf_name(path)}' {got}. {advice}"
