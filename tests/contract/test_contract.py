@@ -412,12 +412,12 @@ def test_updates_and_states_on_a_mesh_with_explicit_axes_are_sharded_as_the_para
     state = jax.eval_shape(tx.init, params)
     restored = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), state)
     results = jax.eval_shape(tx.update, params, state, params)
-    of_restored = jax.eval_shape(tx.update, params, restored, params)
+    restored_results = jax.eval_shape(tx.update, params, restored, params)
   shardings = {x.shape: x.sharding.spec for x in jax.tree.leaves(params)}
-  for leaf in jax.tree.leaves((state, results, of_restored[0])):
+  for leaf in jax.tree.leaves((state, results, restored_results[0])):
     if leaf.shape in shardings:
       assert leaf.sharding.spec == shardings[leaf.shape]
-  assert problems.spec(results[1]) == problems.spec(of_restored[1]) == problems.spec(state)
+  assert problems.spec(results[1]) == problems.spec(restored_results[1]) == problems.spec(state)
 
 
 @every_row

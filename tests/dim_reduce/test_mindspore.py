@@ -15,7 +15,7 @@ from tests import closeness
 from tests.dim_reduce import test_dim_reduce
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
-# Of "rawproj", whose rows MindSpore takes as they are.
+# The trace "rawproj" causes this warning; MindSpore does not normalize the rows of its basis.
 LONG_ROWS = pytest.mark.filterwarnings("ignore:`dim_reduce` needs a basis of rows:UserWarning")
 TRACES = ("linear", "linear_hard", "mlp", "mlp_noisy", "rawproj")
 

@@ -74,7 +74,7 @@ def test_no_axes_are_one_group_with_a_warning():
   ):
     with pytest.warns(optax_boost.NoEffectWarning, match=r"all leaves are one group") as warned:
       call()
-    # Of the line that has the argument.
+    # The warning points to the line with the argument.
     assert warned[0].filename == __file__
 
 
@@ -124,14 +124,14 @@ PLAN = optax_boost.LayerGroups(
   ),
   sizes=(54, 61),
 )
-# Of scans in scans a plan has the outer layers.
-OF_PLAN = ["layers/[01]", "head"]
+# The groups of a plan, which has the outer layers of scans in scans.
+PLAN_GROUPS = ["layers/[01]", "head"]
 
 
 @pytest.mark.parametrize("by_plan", [False, True])
 def test_stacked_layers_move_like_layers_in_separate_leaves(by_plan):
   params = random_tree(2)
-  groups = (PLAN, OF_PLAN) if by_plan else (AXES, UNROLLED)
+  groups = (PLAN, PLAN_GROUPS) if by_plan else (AXES, UNROLLED)
   ours = jax.device_get(optax_boost.fit_subspace(random_tree(0, 8), K, groups=groups[0]))
   spaces = ours, unrolled_subspace(ours)
   losses = stacked_quadratic, quadratic
