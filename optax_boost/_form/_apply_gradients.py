@@ -58,7 +58,7 @@ def apply_gradients(
   """
   # XLA 24: params come before the state in the results, so that both can be donated in this order.
   tx = _checks.check_transformation("tx", tx)
-  _tree_checks.check_same_tree(grads, _tree_checks.differentiated(params), "apply_gradients")
+  _tree_checks.check_same_tree(grads, _tree_checks.differentiated_params(params), "apply_gradients")
   _state_check.check(tx, opt_state, params)
   grads, params = _arrays.as_jax((grads, params))
   return step_in_place(tx, grads, opt_state, params, _extra_args.as_jax_gradients(extra_args))

@@ -87,7 +87,7 @@ def sum_is_finite(total: _types.Tree, addend: _types.Tree) -> _types.BoolScalar:
 
 
 def _every_entry_is_finite(tree: _types.Tree) -> _types.BoolScalar:
-  groups = [leaves for (leaves,) in _arrays.stackable_leaves(tree)]
+  groups = [leaves for (leaves,) in _arrays.chunk_small_leaves(tree)]
   return _is_sound([[(leaf, None) for leaf in leaves] for leaves in groups])
 
 

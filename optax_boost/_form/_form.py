@@ -58,7 +58,7 @@ class Form:
       _tree_checks.require_params(params, self.method)
     _state_check.check_type(state, self.state_type, self.method)
     if params is not None:
-      like_gradients = _tree_checks.differentiated(params) if self.allows_pairs else params
+      like_gradients = _tree_checks.differentiated_params(params) if self.allows_pairs else params
       _tree_checks.check_same_tree(updates, like_gradients, self.method)
     self.check_leaves(updates)
 

@@ -102,12 +102,12 @@ def sum_squares_together(leaves: Sequence[jax.Array]) -> jax.Array:
 def sum_squares_of_tree(tree: _types.Tree) -> jax.Array:
   """The sum of the squared magnitudes of all entries of all leaves, in at least float32."""
   sums = [
-    sum_squares_together([widen(leaf) for leaf in leaves]) for (leaves,) in stackable_leaves(tree)
+    sum_squares_together([widen(leaf) for leaf in leaves]) for (leaves,) in chunk_small_leaves(tree)
   ]
   return jnp.sum(jnp.stack(sums)) if sums else jnp.zeros([], jnp.float32)
 
 
-def stackable(keys: Sequence[Hashable], *columns: Sequence[jax.Array]) -> list[list[int]]:
+def group_small_leaves(keys: Sequence[Hashable], *columns: Sequence[jax.Array]) -> list[list[int]]:
   """Groups the indices of leaves: small leaves of one key and type share a group.
 
   A group is stacked along a new axis, so sharded leaves stay on their devices.
@@ -120,10 +120,10 @@ def stackable(keys: Sequence[Hashable], *columns: Sequence[jax.Array]) -> list[l
   return list(groups.values())
 
 
-def stackable_leaves(*trees: _types.Tree) -> list[list[list[jax.Array]]]:
+def chunk_small_leaves(*trees: _types.Tree) -> list[list[list[jax.Array]]]:
   """Chunks of the leaves for one reduction each; a chunk is a list of leaves for each tree."""
   columns = list(map(jax.tree.leaves, trees))
-  groups = stackable([None] * len(columns[0]), *columns)
+  groups = group_small_leaves([None] * len(columns[0]), *columns)
   chunks = [group[i : i + _TOGETHER] for group in groups for i in range(0, len(group), _TOGETHER)]
   return [[[leaves[i] for i in chunk] for leaves in columns] for chunk in chunks]
 

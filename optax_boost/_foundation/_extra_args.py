@@ -51,7 +51,7 @@ def map_gradients(
   return function(updates), extra
 
 
-def ignoring_closures(function: _types.Closure) -> _types.Closure:
+def accept_extra_args(function: _types.Closure) -> _types.Closure:
   """Makes a function of params ignore our extra arguments, which optax's line searches pass to it.
 
   A line search passes those extra arguments whose names it finds in the signature.

@@ -30,7 +30,7 @@ def require_one_run(count: jax.Array, function: str, advice: str = _TAKE_OR_MAP)
     )
 
 
-def differentiated(params: _types.Params) -> _types.Params:
+def differentiated_params(params: _types.Params) -> _types.Params:
   """The params that the loss is differentiated by: the fast ones under ``optax.lookahead``."""
   return params.fast if isinstance(params, optax.LookaheadParams) else params
 

@@ -390,7 +390,7 @@ def _ratios_along(
     return [ratio_of(w2, g2, decay) for (w2, g2), decay in zip(squares, decays, strict=True)]
 
   def at_once(weights: list[jax.Array], grads: list[jax.Array]) -> list[jax.Array]:
-    groups = _arrays.stackable([leaf.stacked for leaf in leaves], weights, grads)
+    groups = _arrays.group_small_leaves([leaf.stacked for leaf in leaves], weights, grads)
     sums = []
     for group in groups:
       # XLA 5: weights and gradients in one reduction, as two would be two kernels.

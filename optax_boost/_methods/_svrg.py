@@ -85,7 +85,7 @@ def _correct(
   def squares(estimate: Callable[..., jax.Array]) -> _types.FloatScalar:
     """The sum of ``|estimate(g, h, mu) - mu|^2``."""
     sums = [jnp.zeros([], state.squared_deviations.dtype)]
-    for leaves in _arrays.stackable_leaves(g, h, state.full_gradient):
+    for leaves in _arrays.chunk_small_leaves(g, h, state.full_gradient):
       deviations = [estimate(g, h, mu) - mu for g, h, mu in zip(*leaves, strict=True)]
       sums.append(_arrays.sum_squares_together(deviations).astype(sums[0].dtype))
     return jnp.sum(jnp.stack(sums))

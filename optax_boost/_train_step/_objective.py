@@ -84,7 +84,7 @@ class Objective:
     `current` are the params whose values masked leaves have.
     """
 
-    @_extra_args.ignoring_closures
+    @_extra_args.accept_extra_args
     def value_fn(params: optax.Params) -> _types.FloatScalar:
       return self.loss(_masks.fill_masked(params, current))[0]
 

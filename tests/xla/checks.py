@@ -51,7 +51,7 @@ REPLACED = (
   "_foundation._arrays._TOGETHER",
   "_form._finiteness.all_finite",
   "_foundation._arrays.divide",
-  "_foundation._arrays.stackable",
+  "_foundation._arrays.group_small_leaves",
   "_foundation._conditionals.once_if",
   "_methods._dim_reduce._linalg._sum_by_group",
   "_form._finiteness._sums_in_links",
@@ -219,7 +219,7 @@ def a_kernel_that_draws_for_each_leaf() -> Finding:
     return count(compiled(lambda g, s, p: tx.update(g, s, p), params, state, params), "shift-left")
 
   ours = draws()
-  with replaced("_foundation._arrays.stackable", _each_alone):
+  with replaced("_foundation._arrays.group_small_leaves", _each_alone):
     return compare("shifts of random bits", draws(), ours)
 
 
@@ -242,7 +242,7 @@ def _dim_reduce(shapes: list[tuple[int, ...]], components: int = 8) -> Any:
 @check(9)
 def a_product_for_each_leaf() -> Finding:
   ours = count(_dim_reduce([_SMALL] * 40), "dot")
-  with replaced("_foundation._arrays.stackable", _each_alone):
+  with replaced("_foundation._arrays.group_small_leaves", _each_alone):
     return compare("products", count(_dim_reduce([_SMALL] * 40), "dot"), ours)
 
 

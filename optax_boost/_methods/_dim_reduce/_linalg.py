@@ -28,7 +28,7 @@ def products(a: _types.Tree, b: _types.Tree, groups: SubspaceGroups) -> jax.Arra
   b_leaves = [x.astype(dtype) for x in jax.tree.leaves(b)]
   by_layer: list[jax.Array] = []
   numbers: list[int] = []
-  for indices in _arrays.stackable(groups.leaves, a_leaves, b_leaves):
+  for indices in _arrays.group_small_leaves(groups.leaves, a_leaves, b_leaves):
     leaf_groups = groups.leaves[indices[0]]
     if leaf_groups.axes:
       by_layer += [_contract(a_leaves[i], b_leaves[i], leaf_groups.axes) for i in indices]

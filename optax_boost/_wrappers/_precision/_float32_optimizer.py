@@ -201,7 +201,7 @@ def _cast_params_first(function: _types.Closure, params: optax.Params) -> _types
   def call(float32_params: optax.Params, *args: Any) -> Any:
     return function(jax.tree.map(cast, float32_params, params, is_leaf=_masks.is_masked), *args)
 
-  return _extra_args.ignoring_closures(call)
+  return _extra_args.accept_extra_args(call)
 
 
 def _difference(rounded: optax.Params, params: optax.Params) -> optax.Updates:

@@ -68,7 +68,7 @@ def _draws(
   """
   keys = jax.random.split(key, max(len(leaves), 1))
   draws: list[jax.Array | None] = [None] * len(leaves)
-  for indices in _arrays.stackable([None] * len(leaves), leaves, targets):
+  for indices in _arrays.group_small_leaves([None] * len(leaves), leaves, targets):
     first = indices[0]
     if leaves[first].dtype == targets[first].dtype:
       continue
