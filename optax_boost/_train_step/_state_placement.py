@@ -145,7 +145,7 @@ def _constraint(sharding: jax.sharding.NamedSharding) -> jax.sharding.NamedShard
   Programs return a ``PartitionSpec`` without None at its end.
   """
   mesh, spec = sharding.mesh, list(sharding.spec)
-  # Explicit axes and host memory are part of an array's type, which XLA does not change.
+  # Explicit axes and host memory are part of an array's type, which the compiler does not change.
   free = isinstance(mesh, jax.sharding.Mesh) and _placement.has_auto_axes_only(mesh)
   if not free or sharding.memory_kind != mesh.devices.flat[0].default_memory().kind:
     return None
