@@ -92,20 +92,20 @@ class GroupCounts:
     params: optax.Params | None = None,
     **extra: Any,
   ) -> tuple[optax.Updates, optax.OptState]:
-    """Makes a step, by :meth:`_step_by_class` for each part of `update` that holds counts."""
+    """Makes a step, by :meth:`_step_by_class` for each held ``update`` whose state has counts."""
     positions = [position for position in jax.tree.leaves(count_positions) if position >= 0]
     if not positions:
       return update(gradients, state, params, **extra)
-    groups_by_part = _compositions.held_states(update, state_groups)
-    if groups_by_part is None:
+    held_groups = _compositions.held_states(update, state_groups)
+    if held_groups is None:
       update = functools.partial(update, **extra)
       return self._step_by_class(
         update, positions, state_groups, count_positions, gradients, state, params
       )
-    positions_by_part: Any = _compositions.held_states(update, count_positions)
+    held_positions: Any = _compositions.held_states(update, count_positions)
 
-    def replace(i: int, part: _compositions.Update) -> _compositions.Update:
-      return self.update_by_group(part, groups_by_part[i], positions_by_part[i])
+    def replace(i: int, held_update: _compositions.Update) -> _compositions.Update:
+      return self.update_by_group(held_update, held_groups[i], held_positions[i])
 
     return _compositions.replace_held_updates(update, replace)(gradients, state, params, **extra)
 

@@ -94,8 +94,8 @@ class StateLayout:
     counts: the indices, among the leaves, of the step counts that each group has for itself.
     shared: the types of states whose counts all groups share, though they may belong to moments.
     assumed: the types of other authors' states whose counts are taken to belong to moments.
-    hidden: the transformations whose counts all groups share, since the parts of these can't be
-      called one by one.
+    hidden: the compositions whose counts all groups share, since their held transformations can't
+      be called one by one.
   """
 
   structure: _types.TreeDef
@@ -228,23 +228,23 @@ def find_layout(
 def _hidden_counts(
   update: _compositions.Update, count_positions: _types.Tree
 ) -> Iterator[tuple[int, str]]:
-  """The counts inside compositions whose parts can't be called one by one.
+  """The counts inside compositions whose held transformations can't be called one by one.
 
   Yields the position of each count and the name of the composition.
   """
   positions = [position for position in jax.tree.leaves(count_positions) if position >= 0]
-  part_updates = _compositions.held_updates(update) if positions else []
-  if not part_updates:
+  held_updates = _compositions.held_updates(update) if positions else []
+  if not held_updates:
     return
-  positions_by_part = _compositions.held_states(update, count_positions)
-  if positions_by_part is None:
+  all_held_positions = _compositions.held_states(update, count_positions)
+  if all_held_positions is None:
     name_in_optax = _compositions.name_in_optax(update)
     qualname = getattr(update, "__qualname__", repr(update))
     name = f"optax.{name_in_optax}" if name_in_optax else qualname
     yield from ((position, name) for position in positions)
     return
-  for part_update, part_positions in zip(part_updates, positions_by_part, strict=True):
-    yield from _hidden_counts(part_update, part_positions)
+  for held_update, held_positions in zip(held_updates, all_held_positions, strict=True):
+    yield from _hidden_counts(held_update, held_positions)
 
 
 def _children(node: _types.Tree) -> list[tuple[str, Any]] | None:
