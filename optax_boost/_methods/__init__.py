@@ -1,5 +1,4 @@
-"""Methods, which rewrite updates or the model.
+"""Methods, which rewrite updates or the model. No method imports another one.
 
-None imports another; ``_leaves`` has the arguments that several share: leaves to leave alone,
-layers, mesh axes.
+``_leaves`` checks the arguments `exclude`, `layers` and `axis_name`, which several methods share.
 """
