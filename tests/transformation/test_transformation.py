@@ -465,7 +465,7 @@ def test_an_average_inside_a_transformation_that_makes_its_own_updates_is_refuse
 
 def test_frozen_layers_in_schedule_free_are_refused_since_they_would_move():
   tx = optax.contrib.schedule_free(frozen(SGD), 0.1)
-  with pytest.raises(ValueError, match=r"moves leaves whose updates are zero"):
+  with pytest.raises(ValueError, match=r"changes params whose updates are zero"):
     tx.init(PARAMS)
 
 

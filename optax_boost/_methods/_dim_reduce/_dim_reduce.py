@@ -43,7 +43,7 @@ _LONGEST_SEARCH = 30
 
 
 def dim_reduce(
-  subspace: Subspace | Callable[[optax.Params], Subspace],
+  subspace: Subspace | Callable[[_types.Params], Subspace],
   rho: jax.typing.ArrayLike = 0.55,
   sigma: jax.typing.ArrayLike = 0.4,
   gamma: jax.typing.ArrayLike = 0.9,
@@ -154,7 +154,7 @@ def dim_reduce(
 class _DimReduce:
   """The transformation; its fields are the arguments of :func:`dim_reduce`."""
 
-  subspace: Subspace | Callable[[optax.Params], Subspace]
+  subspace: Subspace | Callable[[_types.Params], Subspace]
   rho: jax.typing.ArrayLike
   sigma: jax.typing.ArrayLike
   gamma: jax.typing.ArrayLike
