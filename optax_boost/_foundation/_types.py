@@ -36,8 +36,6 @@ BoolScalar: TypeAlias = jax.Array
 FloatScalar: TypeAlias = jax.Array
 # A scalar bool: an array, or a Python or NumPy bool if it is known while tracing.
 Condition: TypeAlias = Any
-# A number, or a schedule: a function from the count of steps to a number.
-ScalarOrSchedule: TypeAlias = float | jax.Array | Callable[[Any], Any]
 # The value of an argument before its check, or a leaf of any type.
 Unchecked: TypeAlias = object
 # The path of a leaf or a node, in JAX's keys.

@@ -105,7 +105,7 @@ The modules, each of which imports those before it:
   _leaf_uses      the interpreter that finds uses, and scans over layers
   _layer_axes     ``layer_axes``: what the uses tell of each leaf
   _flow           which leaves are upstream of a leaf: the data that it meets went through them
-  _model          the leaves of a traced loss, their uses, and which leaves follow which
+  _traced_leaves  the leaves of a traced loss, their uses, and which leaves follow which
   _series         series of modules or of a scan's steps, found or selected by patterns
   _blocks         blocks: the outermost series, the layers of a chain, or what patterns select
   _position_tables  tables of learned positions, of which windows of a sequence read fewer entries

@@ -15,7 +15,7 @@ import re
 from typing import NamedTuple
 
 from optax_boost._foundation import _checks, _types
-from optax_boost._trace import _leaf_uses, _model, _series
+from optax_boost._trace import _leaf_uses, _series, _traced_leaves
 
 
 class Unclear(Exception):
@@ -37,7 +37,7 @@ class Blocks(NamedTuple):
   origin: str
 
 
-def blocks_by_default(model: _model.Model, num_groups: int | None = None) -> Blocks:
+def blocks_by_default(model: _traced_leaves.Model, num_groups: int | None = None) -> Blocks:
   """The blocks of the outermost series, or of a plain chain of layers; raises :class:`Unclear`.
 
   If `num_groups` is given, layers side by side form one block, so that no group ends between them.
@@ -65,13 +65,13 @@ def blocks_by_default(model: _model.Model, num_groups: int | None = None) -> Blo
   return _place(model, [series], f'{origin}; for others pass blocks="..."')
 
 
-def blocks_of_layers(model: _model.Model) -> Blocks:
+def blocks_of_layers(model: _traced_leaves.Model) -> Blocks:
   """The smallest blocks: a kernel with its bias and normalization, or a step of a scan."""
   origin = 'blocks: each layer, for want of larger ones; for others pass blocks="..."'
   return _blocks_of_layers(model, _find_layers(model), origin)
 
 
-def blocks_of_patterns(model: _model.Model, patterns: Sequence[str]) -> Blocks:
+def blocks_of_patterns(model: _traced_leaves.Model, patterns: Sequence[str]) -> Blocks:
   """The blocks of the series that patterns select, one series for each pattern, side by side."""
   towers = [_series.select(model, pattern) for pattern in patterns]
   seen: dict[int, str] = {}
@@ -100,7 +100,7 @@ def check_patterns(blocks: _types.Unchecked) -> tuple[str, ...]:
   return tuple(patterns)
 
 
-def _is_finer(model: _model.Model, inner: _series.Series, outer: _series.Series) -> bool:
+def _is_finer(model: _traced_leaves.Model, inner: _series.Series, outer: _series.Series) -> bool:
   """Whether a series divides most of the kernels of another series into more blocks."""
   kernels = [len(series.leaves.intersection(model.kernels)) for series in (inner, outer)]
   return inner.length > outer.length and 2 * kernels[0] > kernels[1]
@@ -111,7 +111,7 @@ def _describe(series: _series.Series) -> str:
   return f"{_series.quoted(series.pattern)} ({series.length} {kind})"
 
 
-def _ask_which_series(model: _model.Model, outermost: list[_series.Series]) -> str:
+def _ask_which_series(model: _traced_leaves.Model, outermost: list[_series.Series]) -> str:
   """The message for a model with several series, with code for each choice."""
   patterns = [series.pattern for series in outermost]
   beside = ", ".join(map(_series.quoted, patterns))
@@ -130,7 +130,7 @@ def _ask_which_series(model: _model.Model, outermost: list[_series.Series]) -> s
   )
 
 
-def _ask_for_blocks(model: _model.Model) -> str:
+def _ask_for_blocks(model: _traced_leaves.Model) -> str:
   """The message for a model without a series, with code for possible choices."""
   top = model.top_modules()
   large = [m for m, leaves in top.items() if len(set(leaves).intersection(model.kernels)) > 1]
@@ -152,7 +152,7 @@ def _ask_for_blocks(model: _model.Model) -> str:
   )
 
 
-def _place(model: _model.Model, towers: Sequence[_series.Series], origin: str) -> Blocks:
+def _place(model: _traced_leaves.Model, towers: Sequence[_series.Series], origin: str) -> Blocks:
   """Numbers the blocks of series side by side, so that all series end with the same number.
 
   Leaves outside of the series are placed by :func:`_place_beside`.
@@ -160,7 +160,7 @@ def _place(model: _model.Model, towers: Sequence[_series.Series], origin: str) -
   depth = max(tower.length for tower in towers)
   places: dict[int, list[int]] = {}
   # The parts, each with the place of its first block, and whether it is the first of its series.
-  parts: list[tuple[int, _model.Part, bool]] = []
+  parts: list[tuple[int, _traced_leaves.Part, bool]] = []
   for tower in towers:
     place = depth - tower.length
     for number, part in enumerate(tower.parts):
@@ -176,7 +176,10 @@ def _place(model: _model.Model, towers: Sequence[_series.Series], origin: str) -
 
 
 def _place_beside(
-  model: _model.Model, parts: list[tuple[int, _model.Part, bool]], leaf: int, after_all: int
+  model: _traced_leaves.Model,
+  parts: list[tuple[int, _traced_leaves.Part, bool]],
+  leaf: int,
+  after_all: int,
 ) -> int:
   """The place of a leaf that is in no series; -1 is before all blocks, `after_all` after them.
 
@@ -200,7 +203,7 @@ def _place_beside(
   return place - (is_first and model.order[leaf] < model.begin(part))
 
 
-def _shared(model: _model.Model, scan: _leaf_uses.LayerScan) -> set[int]:
+def _shared(model: _traced_leaves.Model, scan: _leaf_uses.LayerScan) -> set[int]:
   """The leaves that all steps of a scan use: its constants, and leaves first used inside of it."""
   order = list(model.order)
   positions = [model.order[i] for i in scan.axis_of if i in model.order]
@@ -209,7 +212,7 @@ def _shared(model: _model.Model, scan: _leaf_uses.LayerScan) -> set[int]:
   return set(scan.shared).union(set(between) - sliced)
 
 
-def reused(model: _model.Model, blocks_of_leaf: Mapping[int, list[int]]) -> set[int]:
+def reused(model: _traced_leaves.Model, blocks_of_leaf: Mapping[int, list[int]]) -> set[int]:
   """The leaves that all steps of a scan use, or that are used again after a later block."""
   furthest = 0
   seen: set[int] = set()
@@ -223,7 +226,7 @@ def reused(model: _model.Model, blocks_of_leaf: Mapping[int, list[int]]) -> set[
   return again
 
 
-def _find_layers(model: _model.Model) -> list[_model.Part]:
+def _find_layers(model: _traced_leaves.Model) -> list[_traced_leaves.Part]:
   """The layers, by first use: kernels, recurrences and scans."""
   scanned = {leaf for scan in model.layer_scans for leaf in scan.axis_of}
   layers: list[set[int]] = []
@@ -236,50 +239,56 @@ def _find_layers(model: _model.Model) -> list[_model.Part]:
       if any(_recur(model, leaf, i) for i in layer):
         layer.add(leaf)
         break
-  parts = [_model.Part(frozenset(layer)) for layer in layers]
-  parts += [_model.Part(frozenset(scan.axis_of), scan) for scan in model.layer_scans]
+  parts = [_traced_leaves.Part(frozenset(layer)) for layer in layers]
+  parts += [_traced_leaves.Part(frozenset(scan.axis_of), scan) for scan in model.layer_scans]
   return sorted(parts, key=lambda part: model.begin(part))
 
 
-def _recur(model: _model.Model, first: int, second: int) -> bool:
+def _recur(model: _traced_leaves.Model, first: int, second: int) -> bool:
   """Whether two leaves are in one recurrence: in one loop, or each upstream of both."""
   ever = model.flow.ever_upstream
   pair = {first, second}
   return pair <= ever[first] & ever[second] or any(pair <= loop for loop in model.flow.recurrent)
 
 
-def _are_chained(model: _model.Model, layers: list[_model.Part]) -> bool:
+def _are_chained(model: _traced_leaves.Model, layers: list[_traced_leaves.Part]) -> bool:
   """Whether each layer follows the layer before it; a single layer must be a single kernel."""
   if len(layers) == 1 and layers[0].scan is None:
     return len(layers[0].leaves.intersection(model.kernels)) == 1
   return all(model.follows(b.leaves, a.leaves) for a, b in itertools.pairwise(layers))
 
 
-def _join_modules(model: _model.Model, layers: list[_model.Part]) -> list[_model.Part]:
+def _join_modules(
+  model: _traced_leaves.Model, layers: list[_traced_leaves.Part]
+) -> list[_traced_leaves.Part]:
   """Joins the layers of each innermost module, such as the two factors of an adapter."""
-  joined: dict[str, _model.Part] = {}
+  joined: dict[str, _traced_leaves.Part] = {}
   for number, layer in enumerate(layers):
     modules = {model.leaves[leaf].path.rpartition("/")[0] for leaf in layer.leaves}
     module = modules.pop() if len(modules) == 1 and layer.scan is None else ""
     key = module or f"/{number}"
     leaves = joined[key].leaves if key in joined else frozenset[int]()
-    joined[key] = _model.Part(layer.leaves | leaves, layer.scan)
+    joined[key] = _traced_leaves.Part(layer.leaves | leaves, layer.scan)
   return sorted(joined.values(), key=lambda part: model.begin(part))
 
 
-def _join_parallel(model: _model.Model, layers: list[_model.Part]) -> list[_model.Part]:
+def _join_parallel(
+  model: _traced_leaves.Model, layers: list[_traced_leaves.Part]
+) -> list[_traced_leaves.Part]:
   """Joins layers side by side, so that each layer follows all layers before it."""
   follows = [{k for k, a in enumerate(layers) if model.follows(b.leaves, a.leaves)} for b in layers]
-  joined: list[_model.Part] = []
+  joined: list[_traced_leaves.Part] = []
   for number, layer in enumerate(layers):
     if all(set(range(number)) <= earlier for earlier in follows[number:]):
       joined.append(layer)
     else:
-      joined[-1] = _model.Part(joined[-1].leaves | layer.leaves)
+      joined[-1] = _traced_leaves.Part(joined[-1].leaves | layer.leaves)
   return joined
 
 
-def _blocks_of_layers(model: _model.Model, layers: list[_model.Part], origin: str) -> Blocks:
+def _blocks_of_layers(
+  model: _traced_leaves.Model, layers: list[_traced_leaves.Part], origin: str
+) -> Blocks:
   """Makes a block of each layer, and one of the tables that are used before all layers.
 
   Another leaf, such as a bias, joins the only layer of its innermost module, else the layer that is

@@ -18,7 +18,7 @@ import numpy as np
 import optax
 
 from optax_boost._foundation import _checks, _paths, _patterns, _trees, _types
-from optax_boost._trace import _blocks, _flow, _layer_axes, _losses, _model
+from optax_boost._trace import _blocks, _flow, _layer_axes, _losses, _traced_leaves
 
 
 class LayerSlice(NamedTuple):
@@ -214,13 +214,13 @@ def _model_of(
   data: Sequence[bool | None],
   described: _layer_axes.LayerAxes,
   params: optax.Params,
-) -> _model.Model:
+) -> _traced_leaves.Model:
   """The model of a traced loss; `data` flags the loss's arguments after the params."""
   leaves = _layer_axes.leaves_of(params, described)
   # A dot in a key separates modules, too: PyTorch has flat names, such as `h.0.attn.weight`.
   in_modules = [leaf._replace(path=leaf.path.replace(".", "/")) for leaf in leaves]
   flow = _flow.trace_flow(program, len(leaves), data)
-  model = _model.Model(in_modules, list(described.uses), described.scans, flow)
+  model = _traced_leaves.Model(in_modules, list(described.uses), described.scans, flow)
   if not model.order:
     raise ValueError(
       f"`layer_groups` found no leaf among the {len(leaves)} of `params` that the loss uses. Pass"
@@ -230,7 +230,7 @@ def _model_of(
 
 
 def _groups_of_blocks(
-  model: _model.Model,
+  model: _traced_leaves.Model,
   blocks: _blocks.Blocks,
   params: optax.Params,
   num_groups: int | None,

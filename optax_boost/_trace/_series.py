@@ -12,7 +12,7 @@ import itertools
 import re
 from typing import NamedTuple
 
-from optax_boost._trace import _leaf_uses, _model
+from optax_boost._trace import _leaf_uses, _traced_leaves
 
 _NUMBERED = re.compile(r"(.*?)\d+", re.DOTALL)
 # A pattern that ends so selects the steps of the scan that slices the leaves.
@@ -22,7 +22,7 @@ _STEPS = "[*]"
 class Series(NamedTuple):
   """Blocks in a row, and the pattern that selects them."""
 
-  parts: list[_model.Part]
+  parts: list[_traced_leaves.Part]
   pattern: str
 
   @property
@@ -36,7 +36,9 @@ class Series(NamedTuple):
     return frozenset[int]().union(*(part.leaves for part in self.parts))
 
 
-def find_series(model: _model.Model, num_kernels: int = 2) -> tuple[list[Series], list[Series]]:
+def find_series(
+  model: _traced_leaves.Model, num_kernels: int = 2
+) -> tuple[list[Series], list[Series]]:
   """Returns all series, the outermost first, and the outermost series alone, by first use.
 
   At least two blocks of a series have `num_kernels` kernels.
@@ -77,7 +79,7 @@ def _is_inside(series: Series, other: Series) -> bool:
   return any(series.leaves <= part.leaves for part in other.parts)
 
 
-def _series_of_scan(model: _model.Model, scan: _leaf_uses.LayerScan) -> Series:
+def _series_of_scan(model: _traced_leaves.Model, scan: _leaf_uses.LayerScan) -> Series:
   leaves = model.in_order(scan.axis_of)
   paths = [model.leaves[i].path for i in leaves]
   names = paths[0].split("/")
@@ -87,10 +89,10 @@ def _series_of_scan(model: _model.Model, scan: _leaf_uses.LayerScan) -> Series:
     if all(path.startswith(f"{module}/") for path in paths):
       pattern = module
       break
-  return Series([_model.Part(frozenset(leaves), scan)], glob.escape(pattern) + _STEPS)
+  return Series([_traced_leaves.Part(frozenset(leaves), scan)], glob.escape(pattern) + _STEPS)
 
 
-def _numbered_series(model: _model.Model, num_kernels: int) -> list[Series]:
+def _numbered_series(model: _traced_leaves.Model, num_kernels: int) -> list[Series]:
   """The series of modules whose names differ by a number.
 
   Each module follows the module before it along the data, and is used before the next module. At
@@ -110,7 +112,7 @@ def _numbered_series(model: _model.Model, num_kernels: int) -> list[Series]:
   again = {leaf for leaf, number in collections.Counter(model.uses).items() if number > 1}
   series = []
   for stem, modules in siblings.items():
-    parts = [_model.Part(frozenset(members[module])) for module in modules]
+    parts = [_traced_leaves.Part(frozenset(members[module])) for module in modules]
     places = [
       sorted(model.order[i] for i in (part.leaves & kernels) - again or part.leaves)
       for part in parts
@@ -126,7 +128,7 @@ def _numbered_series(model: _model.Model, num_kernels: int) -> list[Series]:
   return sorted(series, key=lambda each: each.pattern.count("/"))
 
 
-def _pattern_of(model: _model.Model, stem: str, modules: list[str]) -> str:
+def _pattern_of(model: _traced_leaves.Model, stem: str, modules: list[str]) -> str:
   """The shortest pattern that selects these modules and no other modules."""
   for numbers in ("*", "[0-9]*"):
     pattern = glob.escape(stem) + numbers
@@ -135,7 +137,7 @@ def _pattern_of(model: _model.Model, stem: str, modules: list[str]) -> str:
   return "|".join(map(glob.escape, modules))
 
 
-def _matches(model: _model.Model, pattern: str) -> dict[str, list[int]]:
+def _matches(model: _traced_leaves.Model, pattern: str) -> dict[str, list[int]]:
   """The modules or leaves that a pattern selects, and the leaves of each, by first use."""
   pattern_names = pattern.replace(".", "/").split("/")
   leaves_of: dict[str, list[int]] = {}
@@ -162,7 +164,7 @@ def _matched_length(names: Sequence[str], pattern_names: Sequence[str]) -> int |
   return None if remaining is None else 1 + remaining
 
 
-def select(model: _model.Model, patterns: str) -> Series:
+def select(model: _traced_leaves.Model, patterns: str) -> Series:
   """The series of the blocks that are selected by patterns, which bars separate."""
   scan_of = {leaf: scan for scan in model.layer_scans for leaf in scan.axis_of}
   modules: dict[str, list[int]] = {}
@@ -179,8 +181,8 @@ def select(model: _model.Model, patterns: str) -> Series:
       sliced |= scans
     else:
       modules |= selected
-  parts = [_model.Part(frozenset(leaves)) for leaves in modules.values()]
-  parts += [_model.Part(frozenset(scan.axis_of), scan) for scan in sliced]
+  parts = [_traced_leaves.Part(frozenset(leaves)) for leaves in modules.values()]
+  parts += [_traced_leaves.Part(frozenset(scan.axis_of), scan) for scan in sliced]
   parts.sort(key=lambda part: model.begin(part))
   seen: set[int] = set()
   for part in parts:
@@ -191,7 +193,7 @@ def select(model: _model.Model, patterns: str) -> Series:
   return Series(parts, patterns)
 
 
-def _no_match(model: _model.Model, pattern: str, has_leaves: bool) -> str:
+def _no_match(model: _traced_leaves.Model, pattern: str, has_leaves: bool) -> str:
   """The message for a pattern that selects no leaves, or no steps of a scan."""
   if has_leaves:
     return (
