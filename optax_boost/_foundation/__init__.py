@@ -1,10 +1,12 @@
-"""Arguments, trees, arrays and files: what every other room uses, and nothing of optimizers.
+"""Functions on arguments, trees, arrays and files, which all other folders use.
+
+No function here depends on an optimizer or a method of the package.
 
 The modules, each of which imports those before it:
 
   _types            types of the trees and arrays that pass between modules
-  _missing_package  the error for a missing package of one of our extras
-  _files            files that are written whole or not at all
+  _missing_package  the error for a missing package that an extra of optax_boost installs
+  _files            a function that writes a whole file, or no file if writing fails
   _paths            paths of leaves
   _leaf_names       names of leaves that mean a bias, a normalization, a kernel, or an embedding
   _warnings         ``NoEffectWarning``, and warnings that point to the user's line
@@ -12,8 +14,8 @@ The modules, each of which imports those before it:
   _progress         a progress bar
   _arrays           dtypes, sums, counters, stacks of small leaves
   _placement        shardings, and the memory that holds an array
-  _mesh_axes        names of mesh axes, and along which of them an array varies
-  _conditionals     computations under a condition, in place where XLA can
+  _mesh_axes        names of mesh axes, and the mesh axes along which an array varies
+  _conditionals     computations that run if a condition holds, in place where XLA can
   _masks            leaves that ``optax.masked`` or ``optax.partition`` hides
   _patterns         regular expressions that match paths of leaves
   _selectors        arguments that select leaves: patterns, trees of bools, functions
@@ -21,6 +23,6 @@ The modules, each of which imports those before it:
   _trees            maps over trees, nodes of trees, functions that run once per tree
   _tree_checks      checks of gradients, params and states
   _extra_args       extra arguments of ``update``: gradients, functions of params
-  _batches          arrays in a batch that are not examples
-  _full_gradient    ``full_gradient``: a mean over batches, which methods and train steps take
+  _batches          ``Constants``: arrays in a batch that are not examples
+  _full_gradient    ``full_gradient``: the mean of gradients over batches, which methods use
 """

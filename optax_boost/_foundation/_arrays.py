@@ -10,23 +10,25 @@ import optax
 
 from optax_boost._foundation import _types
 
-# XLA 7: leaves with fewer entries are stacked, since a kernel costs more than a copy.
+# XLA 7: leaves with fewer entries than this are stacked and reduced in one kernel, since launching
+# a kernel for each leaf costs more than copying the leaves.
 _SMALL = 8192
-# XLA 1: one loop reduces at most so many leaves, as its compile time grows with their square.
+# XLA 1: one loop reduces at most this number of leaves, since the time to compile a loop grows with
+# the square of the number of leaves.
 _TOGETHER = 16
 
 
 def increment_if(flag: jax.Array, count: jax.Array) -> jax.Array:
-  """`count` plus one if `flag`; it stays at the largest number of its dtype."""
+  """Returns `count` plus one if `flag`, else `count`; the largest number of its dtype stays."""
   return jnp.where(flag, optax.safe_increment(count), count)
 
 
 def copy_arrays(
   tree: _types.SameTree, dtype_of: Callable[[jnp.dtype], jnp.dtype] = lambda dtype: dtype
 ) -> _types.SameTree:
-  """Copies arrays into new buffers, so that params and state can both be donated.
+  """Copies the leaves into new buffers, so that params and a state with the copy can be donated.
 
-  Abstract leaves stay abstract: were they replaced by zeros, a model would train from zero.
+  `dtype_of` maps the dtype of a leaf to the dtype of the copy. Abstract leaves stay abstract.
   """
 
   def copy(leaf: _types.ArrayOrShape) -> _types.ArrayOrShape:
@@ -40,7 +42,7 @@ def copy_arrays(
 
 
 def as_jax(tree: _types.SameTree) -> _types.SameTree:
-  """Converts NumPy's floating-point arrays to JAX arrays, whose dtype is float64 only under x64."""
+  """Returns a tree with floating-point NumPy arrays as JAX arrays, in float64 only under x64."""
 
   def convert(leaf: _types.Leaf) -> _types.Leaf:
     is_numpy = isinstance(leaf, np.ndarray | np.generic)
@@ -50,33 +52,34 @@ def as_jax(tree: _types.SameTree) -> _types.SameTree:
 
 
 def accumulator_dtype(dtype: _types.Dtype) -> jnp.dtype:
-  """The dtype in which values of `dtype` are summed: at least float32, and enabled in JAX."""
+  """Returns the dtype in which values of `dtype` are summed: at least float32, enabled in JAX."""
   dtype = jax.dtypes.canonicalize_dtype(dtype)
-  # A user may have forbidden promotion (`jax.numpy_dtype_promotion`), so sizes are compared.
+  # The user may have forbidden the promotion of dtypes (`jax.numpy_dtype_promotion`), so the sizes
+  # of the dtypes are compared instead.
   is_wide_enough = jnp.issubdtype(dtype, jnp.inexact) and jnp.dtype(dtype).itemsize >= 4
   return jnp.dtype(dtype if is_wide_enough else jnp.float32)
 
 
 def widest_dtype(tree: _types.Tree) -> jnp.dtype:
-  """The dtype in which real leaves are summed: float64 if a leaf has it, else float32."""
+  """Returns the dtype in which real leaves are summed: float64 if a leaf has it, else float32."""
   dtypes = [accumulator_dtype(leaf.dtype) for leaf in jax.tree.leaves(tree)]
   return max(dtypes, key=lambda dtype: dtype.itemsize, default=jnp.dtype(jnp.float32))
 
 
 def widen(x: jax.Array) -> jax.Array:
-  """Casts an array to :func:`accumulator_dtype`."""
+  """Casts an array to :func:`accumulator_dtype` of its dtype."""
   return x.astype(accumulator_dtype(x.dtype))
 
 
 def divide(x: jax.Array, divisor: jax.Array, largest: float = float("inf")) -> jax.Array:
-  """Divides by a positive number of at most `largest`, by multiplying with its inverse.
+  """Divides `x` by a positive `divisor` of at most `largest`; multiplies with the inverse.
 
-  XLA computes a product again for each use, but stores a quotient (XLA 13). For powers of two the
-  result is exact.
+  XLA computes a product again for each use, but stores a quotient (XLA 13). If the divisor is a
+  power of two, the result is exact. The result has the dtype of `x`.
   """
   dividend = widen(x)
   divisor = divisor.astype(dividend.real.dtype)
-  # The inverse of a number above 2^126 is subnormal in float32.
+  # In float32, the inverse of a number above 2^126 is subnormal, and may be flushed to zero.
   if largest > 2.0**126:
     shift = jnp.where(divisor > 2.0**64, 2.0**-64, 1.0).astype(divisor.dtype)
     dividend, divisor = dividend * shift, divisor * shift
@@ -84,23 +87,23 @@ def divide(x: jax.Array, divisor: jax.Array, largest: float = float("inf")) -> j
 
 
 def zeros_like_wide(tree: _types.SameTree) -> _types.SameTree:
-  """Zeros in :func:`accumulator_dtype`, with the shapes and shardings of the leaves."""
+  """Returns a tree of zeros in :func:`accumulator_dtype`, with the leaves' shapes and shardings."""
   return jax.tree.map(lambda x: jnp.zeros_like(x, accumulator_dtype(x.dtype)), tree)
 
 
 def sum_squares(x: jax.Array, axes: tuple[int, ...] | None = None) -> jax.Array:
-  """Sums squares over `axes`, or over all axes if None, in :func:`accumulator_dtype`."""
+  """Returns the sum of the squares over `axes` (None: all axes) in :func:`accumulator_dtype`."""
   widened = widen(x)
   return jnp.sum(widened * widened, axis=axes)
 
 
 def sum_squares_together(leaves: Sequence[jax.Array]) -> jax.Array:
-  """The sum of the squared magnitudes of all entries of leaves of one shape."""
+  """Returns the sum of the squared magnitudes of all entries of leaves that have the same shape."""
   return jnp.sum(functools.reduce(jnp.add, [jnp.real(x * jnp.conj(x)) for x in leaves]))
 
 
 def sum_squares_of_tree(tree: _types.Tree) -> jax.Array:
-  """The sum of the squared magnitudes of all entries of all leaves, in at least float32."""
+  """Returns the sum of the squared magnitudes of all entries of a tree, in at least float32."""
   sums = [
     sum_squares_together([widen(leaf) for leaf in leaves]) for (leaves,) in chunk_small_leaves(tree)
   ]
@@ -108,9 +111,10 @@ def sum_squares_of_tree(tree: _types.Tree) -> jax.Array:
 
 
 def group_small_leaves(keys: Sequence[Hashable], *columns: Sequence[jax.Array]) -> list[list[int]]:
-  """Groups the indices of leaves: small leaves of one key and type share a group.
+  """Returns lists of indices of leaves; small leaves with equal keys and types are in one list.
 
-  A group is stacked along a new axis, so sharded leaves stay on their devices.
+  A column is a list of leaves, one for each key. Callers stack the leaves of a list along a new
+  axis, so sharded leaves stay on their devices.
   """
   groups: dict[Hashable, list[int]] = {}
   for i, (key, *leaves) in enumerate(zip(keys, *columns, strict=True)):
@@ -121,7 +125,7 @@ def group_small_leaves(keys: Sequence[Hashable], *columns: Sequence[jax.Array]) 
 
 
 def chunk_small_leaves(*trees: _types.Tree) -> list[list[list[jax.Array]]]:
-  """Chunks of the leaves for one reduction each; a chunk is a list of leaves for each tree."""
+  """Returns chunks of leaves, one for each reduction; a chunk has a list of leaves of each tree."""
   columns = list(map(jax.tree.leaves, trees))
   groups = group_small_leaves([None] * len(columns[0]), *columns)
   chunks = [group[i : i + _TOGETHER] for group in groups for i in range(0, len(group), _TOGETHER)]
@@ -129,9 +133,10 @@ def chunk_small_leaves(*trees: _types.Tree) -> list[list[list[jax.Array]]]:
 
 
 def cast_like(tree: _types.SameTree, like: _types.Tree) -> _types.SameTree:
-  """Casts each array to its counterpart's dtype, which conditionals, scans and compiled steps need.
+  """Casts each array of `tree` to the dtype of the array in the same position of `like`.
 
-  For example, float16 momentum becomes float32 when a float32 gradient is added to it.
+  Conditionals, scans and compiled steps need results with the dtypes of their operands, but, for
+  example, a float16 momentum becomes float32 when a float32 gradient is added.
   """
   return jax.tree.map(lambda x, y: x if _dtype(x) == _dtype(y) else x.astype(_dtype(y)), tree, like)
 

@@ -1,4 +1,4 @@
-"""Batches, and the arrays in them that are not examples."""
+""":class:`Constants`: arrays in a batch that are not examples."""
 
 from typing import NamedTuple
 
@@ -14,12 +14,12 @@ class Constants(NamedTuple):
 
 
 def is_constants(node: _types.Tree) -> bool:
-  """Whether a node of a batch is :class:`Constants`."""
+  """Returns whether a node of a batch is a :class:`Constants`."""
   return isinstance(node, Constants)
 
 
 def data_flags(data: _types.Batch) -> list[bool | None]:
-  """One flag for each leaf of a batch: True for data, None for an array in :class:`Constants`."""
+  """Returns for each leaf of a batch True if it is data, None if it is in :class:`Constants`."""
   flags: list[bool | None] = []
   for node in jax.tree.leaves(data, is_leaf=is_constants):
     flags += [None] * len(jax.tree.leaves(node)) if is_constants(node) else [True]

@@ -1,4 +1,4 @@
-"""Checks of the arguments that users pass to factories, and what their messages need."""
+"""Checks of the arguments that users pass to factories, and functions that write the messages."""
 
 from collections.abc import Sequence
 import inspect
@@ -19,7 +19,7 @@ LARGEST_COUNT = 2**31 - 1
 
 
 def shorten(value: _types.Unchecked, limit: int = 80) -> str:
-  """The repr of a value for a message, cut to `limit` characters. It never raises."""
+  """Returns the repr of a value for a message, cut to `limit` characters; never raises."""
   try:
     text = repr(value)
   except Exception:
@@ -29,17 +29,17 @@ def shorten(value: _types.Unchecked, limit: int = 80) -> str:
 
 
 def is_array(value: _types.Unchecked) -> TypeGuard[jax.Array]:
-  """Whether a value is a JAX array, traced ones and NNX variables included."""
+  """Returns whether a value is a JAX array, a traced array, or an NNX variable."""
   return isinstance(value, jax.Array) or hasattr(value, "__jax_array__")
 
 
 def is_any_array(value: _types.Unchecked) -> TypeGuard[jax.Array | np.ndarray]:
-  """Whether a value is a JAX or NumPy array."""
+  """Returns whether a value is a NumPy array, or an array by :func:`is_array`."""
   return is_array(value) or isinstance(value, np.ndarray)
 
 
 def is_integer(value: _types.Unchecked) -> bool:
-  """Whether a value is a Python or NumPy integer; bools don't count."""
+  """Returns whether a value is a Python or NumPy integer; bools don't count."""
   return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
@@ -53,7 +53,10 @@ def _is_real(dtype: _types.Dtype) -> bool:
 
 
 def concrete_number(value: _types.Unchecked) -> Any:
-  """The number that a number or a scalar array holds; None if it is traced or on other hosts."""
+  """Returns the number in a scalar array; None if it is traced or on other hosts.
+
+  A value that is not an array is returned, and an array with axes gives None.
+  """
   if not is_any_array(value):
     return value
   array = value if isinstance(value, np.ndarray | jax.Array) else value.__jax_array__()
@@ -65,7 +68,7 @@ def concrete_number(value: _types.Unchecked) -> Any:
 
 
 def check_floating_dtype(name: str, value: _types.Dtype | None, *, optional: bool = False) -> None:
-  """Raises TypeError unless an argument names a floating dtype."""
+  """Raises TypeError unless an argument is a floating dtype, or None if `optional`."""
   try:
     # NumPy would read None as float64, and an array as its dtype.
     is_name = value is not None and not is_any_array(value)
@@ -87,9 +90,10 @@ def check_number(
   below: float = math.inf,
   positive: bool = False,
 ) -> None:
-  """Checks a real hyperparameter: TypeError unless it is a real number, ValueError out of range.
+  """Raises TypeError unless an argument is a real number, and ValueError if it is out of range.
 
-  `below` is an exclusive bound. Traced values pass, as under ``optax.inject_hyperparams``.
+  `below` is an exclusive bound. A traced number, which ``optax.inject_hyperparams`` passes, is not
+  compared with the bounds.
   """
   if is_any_array(value):
     dtype = _dtype_of(value)
@@ -136,7 +140,10 @@ def check_whole_number(
   maximum: int = LARGEST_COUNT,
   static: bool = False,
 ) -> None:
-  """Checks a count. Traced arrays pass, unless the count is `static`: it sets a shape."""
+  """Raises TypeError or ValueError unless an argument is a whole number within bounds.
+
+  A `static` number sets a shape, so it can't be an array. A traced array passes the bounds.
+  """
   array = is_any_array(value) and jnp.issubdtype(_dtype_of(value), jnp.integer)
   if not (array or is_integer(value)):
     raise TypeError(f"`{name}` must be a whole number; got {shorten(value)}.")
@@ -160,7 +167,10 @@ def check_bool(name: str, value: _types.Unchecked) -> None:
 def check_callable(
   name: str, value: _types.Unchecked, form: str = "", *, optional: bool = False
 ) -> None:
-  """Raises TypeError unless an argument is callable; `form` shows the call in the message."""
+  """Raises TypeError unless an argument is callable, or None if `optional`.
+
+  `form` is the call as the message shows it, such as ``loss_fn(params, *args)``.
+  """
   if not (callable(value) or (optional and value is None)):
     how = f", called as `{form}`" if form else ""
     raise TypeError(f"`{name}` must be callable{how}; got {shorten(value)}.")
@@ -169,7 +179,7 @@ def check_callable(
 def check_type(
   name: str, value: _types.Unchecked, kind: type | types.UnionType, words: str
 ) -> None:
-  """Raises TypeError unless an argument has a type; `words` describe the type."""
+  """Raises TypeError unless an argument is an instance of `kind`, which `words` describe."""
   if not isinstance(value, kind):
     raise TypeError(f"`{name}` must be {words}; got {shorten(value)}.")
 
@@ -177,7 +187,10 @@ def check_type(
 def check_transformation(
   name: str, value: _types.Unchecked
 ) -> optax.GradientTransformationExtraArgs:
-  """Checks a transformation, and returns it with an ``update`` that accepts all extra arguments."""
+  """Returns a transformation with an ``update`` that accepts any extra argument.
+
+  Raises TypeError unless `value` is a transformation.
+  """
   if not isinstance(value, optax.GradientTransformation):
     hint = "Did you pass the factory instead of what it returns?"
     if isinstance(value, optax.MultiSteps):
@@ -198,18 +211,19 @@ def check_transformation(
     return tx.update(updates, state, params, **accepted)
 
   update.wraps = tx  # type: ignore[attr-defined]
-  # `optax.with_extra_args_support` returns methods that refuse unknown extra arguments unchanged.
+  # If `update` refuses unknown extra arguments, `optax.with_extra_args_support` returns the
+  # transformation unchanged, so the wrapper above drops these arguments.
   return optax.GradientTransformationExtraArgs(tx.init, update)
 
 
 def check_learning_rate(learning_rate: _types.Unchecked, name: str = "learning_rate") -> None:
-  """Checks a learning rate: a number >= 0, a scalar array, or a schedule."""
+  """Raises unless an argument is a number >= 0, a scalar array, or a schedule."""
   if not callable(learning_rate):
     check_number(name, learning_rate, minimum=0.0)
 
 
 def as_key(name: str, key: Any) -> jax.Array:
-  """Returns a key, or makes one of an integer seed."""
+  """Returns a key as it is, or the key of an integer seed; raises for any other argument."""
   if isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
     if key.shape:
       raise ValueError(f"`{name}` must be one key; got an array of keys of shape {key.shape}.")
@@ -225,7 +239,7 @@ def as_key(name: str, key: Any) -> jax.Array:
 
 
 def check_key(name: str, key: _types.Unchecked) -> None:
-  """Raises TypeError unless an argument is None or one key; an integer seed is not a key."""
+  """Raises TypeError unless an argument is None or a single key; an integer seed is refused."""
   is_one_key, got = key is None, shorten(key)
   if isinstance(key, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
     typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
@@ -238,7 +252,7 @@ def check_key(name: str, key: _types.Unchecked) -> None:
 def check_name(
   argument: str, value: _types.Unchecked, allowed: Sequence[str], *, optional: bool = False
 ) -> None:
-  """Checks that an argument is one of several names."""
+  """Raises TypeError or ValueError unless an argument is one of the names in `allowed`."""
   if optional and value is None:
     return
   error = ValueError if isinstance(value, str) else TypeError

@@ -1,4 +1,4 @@
-"""Computations under a condition, which update buffers in place where XLA can."""
+"""Computations that run if a condition holds, and update buffers in place where XLA can."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,12 +11,12 @@ from optax_boost._foundation import _arrays, _mesh_axes, _types
 
 
 def is_concrete(condition: _types.Unchecked) -> bool:
-  """Whether a condition is not traced: outside of ``jit``, each call of ``lax.cond`` compiles."""
+  """Returns whether a condition has a value, so that callers need no ``lax.cond``."""
   return not isinstance(condition, jax.core.Tracer)
 
 
 def both(first: _types.Condition, second: _types.Condition) -> _types.Condition:
-  """Whether both conditions hold; if one is Python's True, the program gets no operation."""
+  """Returns whether both conditions hold; returns one of them if the other is Python's True."""
   if first is True or first is second:
     return second
   return first if second is True else first & second
@@ -28,7 +28,7 @@ def cond(
   if_false: Callable[..., _types.SameTree],
   *args: Any,
 ) -> _types.SameTree:
-  """Calls ``lax.cond`` for a traced condition, or one of the functions for a known condition."""
+  """Returns ``if_true(*args)`` or ``if_false(*args)``; a traced condition needs ``lax.cond``."""
   if is_concrete(condition):
     return if_true(*args) if condition else if_false(*args)
   return jax.lax.cond(condition, if_true, if_false, *args)
@@ -39,8 +39,8 @@ def once_if(
 ) -> tuple[Any, ...]:
   """Calls ``function(*carry)`` if `condition`, else returns `carry`; updates buffers in place.
 
-  Returns ``(called, *results)``. Use `called` in place of the condition for what must be computed
-  after the call.
+  Returns ``(called, *results)``. `called` equals `condition`. A computation that must run after
+  the call depends on `called` instead of `condition`.
   """
 
   def call(carry: Sequence[Any]) -> tuple[Any, ...]:
@@ -50,8 +50,8 @@ def once_if(
     return (jnp.asarray(condition), *(call(carry) if condition else carry))
   if jax.sharding.get_abstract_mesh().manual_axes:
     carry = jax.tree.map(_mesh_axes.vary, carry, jax.eval_shape(call, carry))
-  # XLA 10: a loop of one turn or none, since `lax.cond` copies operands that a branch returns
-  # unchanged.
+  # XLA 10: a `while_loop` that calls `function` once or never replaces `lax.cond`, because
+  # `lax.cond` copies the operands that a branch returns unchanged.
   going, *carried = jax.lax.while_loop(
     lambda loop: loop[0], lambda loop: (loop[0] & False, *call(loop[1:])), (condition, *carry)
   )
@@ -61,10 +61,10 @@ def once_if(
 def replace_if(
   condition: Any, function: Callable[..., _types.SameTree], old: _types.SameTree, *operands: Any
 ) -> _types.SameTree:
-  """Returns ``function(old, *operands)`` if `condition`, else `old`; in place and differentiable.
+  """Returns ``function(old, *operands)`` if `condition`, else `old`; updates buffers in place.
 
-  A derivative rule of its own replaces the while loop's, which lacks reverse mode. `function` must
-  not close over differentiated arrays.
+  The function is differentiable in reverse mode, unlike a while loop: it has a derivative rule, by
+  which `function` must not close over differentiated arrays.
   """
 
   @jax.custom_jvp
@@ -93,7 +93,8 @@ def update_if(
 ) -> tuple[optax.Updates, optax.OptState]:
   """Returns ``update(state)`` if `condition`, else zero updates and `state`.
 
-  `shapes` are the abstract updates; without them, `update` is traced once more.
+  `shapes` is the tree of the updates' shapes and dtypes. If it is None, the function traces
+  `update` once more to find the shapes.
   """
 
   def step(state: optax.OptState) -> tuple[optax.Updates, optax.OptState]:
@@ -115,7 +116,7 @@ def update_if(
 
 
 def nan_if(condition: _types.Condition | None, tree: _types.SameTree) -> _types.SameTree:
-  """Fills floating-point leaves with NaN if `condition`; if it is None, returns the tree."""
+  """Returns a tree whose floating-point leaves are NaN if `condition`; None returns the tree."""
   if condition is None:
     return tree
 

@@ -9,7 +9,10 @@ _Value = TypeVar("_Value")
 
 
 def require_extra(value: _Value | None, name: str, method: str, purpose: str) -> _Value:
-  """Returns an extra argument that ``update`` needs; ValueError, with its `purpose`, if missing."""
+  """Returns an extra argument that ``update`` needs; raises ValueError if it is None.
+
+  The message tells the `purpose` of the argument.
+  """
   if value is None:
     raise ValueError(
       f"`{method}` needs the extra argument `{name}` ({purpose}); got none. Call"
@@ -20,7 +23,7 @@ def require_extra(value: _Value | None, name: str, method: str, purpose: str) ->
 
 
 def as_jax_gradients(extra_args: _types.ExtraArgs) -> _types.ExtraArgs:
-  """Converts the extra arguments `value` and `grad` by :func:`_arrays.as_jax`."""
+  """Returns the extra arguments, with `value` and `grad` converted by :func:`_arrays.as_jax`."""
   return extra_args | {
     name: _arrays.as_jax(extra_args[name]) for name in ("value", "grad") if name in extra_args
   }
@@ -31,7 +34,10 @@ def map_gradients(
   updates: _types.Updates,
   extra_args: _types.ExtraArgs,
 ) -> tuple[_types.Updates, _types.ExtraArgs]:
-  """Applies a function to all gradients: to `updates`, `grad`, and what `grad_fn` returns."""
+  """Applies a function to `updates`, to the extra argument `grad`, and to the results of `grad_fn`.
+
+  Returns the new updates and the new extra arguments.
+  """
   extra = dict(extra_args)
 
   def apply(gradients: _types.Updates) -> _types.Updates:
@@ -41,7 +47,8 @@ def map_gradients(
 
   if extra.get("grad") is not None:
     if _masks.leaves_like(extra["grad"], updates) is None:
-      # Inside ``optax.flatten``, `grad` has other leaves; methods that need it report it missing.
+      # Inside ``optax.flatten``, `grad` has other leaves than `updates`. It is dropped, and methods
+      # that need `grad` raise an error.
       del extra["grad"]
     else:
       extra["grad"] = apply(extra["grad"])
@@ -52,9 +59,9 @@ def map_gradients(
 
 
 def accept_extra_args(function: _types.Closure) -> _types.Closure:
-  """Makes a function of params ignore our extra arguments, which optax's line searches pass to it.
+  """Returns a function of params that ignores the extra arguments of optax_boost's methods.
 
-  A line search passes those extra arguments whose names it finds in the signature.
+  A line search of optax passes to the function each extra argument that is in its signature.
   """
 
   def call(

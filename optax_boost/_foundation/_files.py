@@ -10,8 +10,8 @@ from typing import BinaryIO
 def write_atomically(path: str | os.PathLike[str], write: Callable[[BinaryIO], object]) -> None:
   """Writes a file under a temporary name in its folder, then renames it to `path`.
 
-  A symbolic link stays, and its target is replaced; permissions stay. An OSError names `path` and
-  leaves the old file unchanged.
+  If `path` is a symbolic link, the function replaces the target of the link. The file keeps its
+  permissions. If writing fails, the old file is unchanged, and an OSError names `path`.
   """
   target = pathlib.Path(os.path.realpath(path))
   # `tempfile.mkstemp` would make a file that only its owner may read.
@@ -25,7 +25,7 @@ def write_atomically(path: str | os.PathLike[str], write: Callable[[BinaryIO], o
       os.chmod(temporary, target.stat().st_mode & 0o777)
     os.replace(temporary, target)
   except OSError as error:
-    # Errors name the temporary file; that of a full disk names none.
+    # The error names the temporary file, or, for a full disk, no file. The new error names `path`.
     message = os.strerror(error.errno) if error.errno else f"can't be written: {error}"
     raise OSError(error.errno, message, os.fspath(path)) from error
   finally:

@@ -28,38 +28,42 @@ def full_gradient(
   weight_fn: _types.WeightFn | None = None,
   progress: bool = False,
 ) -> optax.Updates:
-  r"""The mean gradient over all of the data.
+  r"""Computes the mean gradient over all of the data.
 
   .. math::
     \mu = \frac{\sum_b n_b \, \nabla f_b(s)}{\sum_b n_b}
 
-  for batches :math:`b` with :math:`n_b` examples each; a smaller last batch counts less. A *padded*
-  one needs a loss that is the mean over the real examples, and `weight_fn`, which counts them.
+  for the params :math:`s`, and batches :math:`b` of :math:`n_b` examples with the loss :math:`f_b`.
+  A smaller last batch counts less. If a batch is *padded*, its loss must be the mean over the real
+  examples, and `weight_fn` must return the number of the real examples.
 
   Args:
     grad_fn: ``grad_fn(params, batch) -> grads``, the gradient of the mean loss over the batch, as
-      ``jax.grad(loss_fn)``. It is jitted here. As with ``jax.jit``, another function is compiled
-      again, but not a function whose inner functions were redefined. ``jax.grad`` conjugates the
-      gradients of complex leaves: conjugate them back, as the train step does with its own.
-    params: where the gradient is taken.
+      ``jax.grad(loss_fn)``. It is jitted. As with ``jax.jit``, another function is compiled again,
+      but the same function is not if functions that it calls were redefined. ``jax.grad`` returns
+      conjugated gradients for complex leaves: conjugate them, as the train step does.
+    params: the params at which the gradient is computed.
     batches: any iterable of trees whose leaves are arrays or can be made into NumPy arrays (a
-      PyTorch loader, Grain, a generator). Two are held at a time: the next one is loaded meanwhile.
+      PyTorch loader, Grain, a generator). Two batches are in memory at a time, since the next batch
+      is loaded during the computation.
     stacked: whether `batches` is instead one tree of arrays of shapes ``(batches, examples, ...)``,
       over which a ``lax.scan`` runs, also under ``jit`` and sharded: for ``make_train_step(...,
       full_grad_fn=functools.partial(full_gradient, batches=data, stacked=True))``. On CPUs
       gradients of convolutions are slow inside a scan.
-    rng: a key, for losses with dropout; ``grad_fn(params, batch, key)`` then gets one per batch.
-    weight_fn: from a batch to the number of its real examples. A batch of weight 0 is left out.
-      None: the length of the leaves' first axis.
+    rng: a key, for losses with dropout; ``grad_fn(params, batch, key)`` then gets a different key
+      for each batch.
+    weight_fn: a function from a batch to the number of its real examples. A batch of weight 0 is
+      left out. None: the number is the length of the leaves' first axis.
     progress: whether to show a progress bar, if ``tqdm`` is installed.
 
   Returns:
-    A tree like `params`, in float32 (float64 for float64), for :func:`refresh_svrg`. With `stacked`
-    not finite if no batch has weight.
+    A tree like `params`, in float32 (float64 for float64 leaves), for :func:`refresh_svrg`. If
+    `stacked`, and the weights of all batches are 0, the tree is NaN.
 
   Raises:
-    ValueError: there is no batch, or none with weight; trees of batches or of gradients differ; the
-      shapes do not tell the number of examples.
+    ValueError: there is no batch, or the weights of all batches are 0; batches have different tree
+      structures, or gradients other structures than the params; the leaves of a batch have
+      different lengths, and there is no `weight_fn`.
 
   Examples:
     >>> import jax, jax.numpy as jnp, optax_boost
@@ -98,9 +102,9 @@ def mean_over_batches(
   shown_as: str,
   on_batch: Callable[[_types.Batch], None] = lambda batch: None,
 ) -> _types.Updates:
-  """The mean over batches of ``function(params, batch)``, weighted by their numbers of examples.
+  """Computes the mean of ``function(params, batch)`` over batches, weighted by numbers of examples.
 
-  The result is a tree like `params`. `on_batch` is called with the arrays of each batch.
+  Returns a tree like `params`. Calls `on_batch` with the arrays of each batch.
   """
   iterable = hasattr(batches, "__iter__") or hasattr(batches, "__getitem__")
   if not iterable or isinstance(batches, Mapping | str | bytes | type):
@@ -108,13 +112,13 @@ def mean_over_batches(
       f"`batches` must be an iterable of batches; got {_checks.shorten(batches)}. A single batch is"
       " passed as `[batch]`."
     )
-  # The arrays that a Partial binds are arguments of the jitted function, not constants, so other
-  # arrays need no recompilation.
+  # `Partial` makes the arrays that it binds arguments of the jitted function, not constants. So a
+  # Partial of the same function with other arrays is not compiled again.
   partial = isinstance(function, jax.tree_util.Partial)
   bound = function if partial else jax.tree_util.Partial(function)
   carry, structure = (_arrays.zeros_like_wide(params), jnp.zeros([])), None
   shown = _progress.with_progress(batches, progress, shown_as, "batch")
-  # XLA 22: a Python loop, since gradients of convolutions are slow in a scan on CPUs.
+  # XLA 22: a Python loop, not a scan, since gradients of convolutions are slow in a scan on CPUs.
   for index, batch in enumerate(shown):
     arrays = jax.tree_util.tree_map_with_path(functools.partial(_as_array, index), batch)
     if structure is None:
@@ -124,7 +128,8 @@ def mean_over_batches(
         f"`{method}` needs batches of one tree structure; batch {index} has"
         f" {jax.tree.structure(arrays)}, the first had {structure}."
       )
-    # Wait for the batch before: a loader faster than the device would fill the memory with batches.
+    # Wait until the device has finished the previous batch. Otherwise a loader that is faster than
+    # the device would fill the memory with batches.
     jax.block_until_ready(carry[1])
     weight = _weight(arrays, weight_fn, index, method)
     on_batch(arrays)
@@ -148,7 +153,7 @@ def _scan(
   rng: jax.Array | None,
   weight_fn: _types.WeightFn | None,
 ) -> _types.Updates:
-  """The mean gradient over batches that are stacked along the first axis."""
+  """Computes the mean gradient over batches that are stacked along the first axis."""
   shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(batches)]
   lengths = {shape[:1] for shape in shapes}
   if len(lengths) != 1 or not all(n and n[0] for n in lengths):
@@ -182,10 +187,11 @@ def _add(
   rng: jax.Array | None,
   index: jax.typing.ArrayLike,
 ) -> _Sums:
-  """Adds a batch's weighted gradient and its weight to their sums."""
+  """Returns the sums of weighted gradients and of weights, with those of a batch added."""
   total, weights = carry
   weight = jnp.asarray(weight, weights.dtype)
-  # A negative weight makes the full gradient NaN, and `refresh_svrg` skips and counts a NaN.
+  # A negative weight becomes NaN, and makes the full gradient NaN, which `refresh_svrg` skips and
+  # counts.
   weight = jnp.where(weight >= 0, weight, jnp.nan)
   key = () if rng is None else (jax.random.fold_in(rng, index),)
   gradients = grad_fn(params, batch, *key)
@@ -204,7 +210,7 @@ _jitted_add = jax.jit(_add, donate_argnums=0)
 def _weight(
   batch: _types.Batch, weight_fn: _types.WeightFn | None, index: int, method: str
 ) -> float:
-  """The number of examples in a batch of a streamed pass."""
+  """Returns the number of examples in a batch, by `weight_fn` or by the shapes of the leaves."""
   if weight_fn is not None:
     weight = float(_check_weight(weight_fn(batch)))
     if not 0 <= weight < math.inf:
@@ -224,7 +230,7 @@ def _weight(
 
 
 def _check_weight(weight: Any) -> _types.FloatScalar:
-  """Raises TypeError unless `weight_fn` returned a real number."""
+  """Returns the result of `weight_fn`; raises TypeError unless it is a real number."""
   array = _checks.is_any_array(weight)
   real = isinstance(weight, numbers.Real) or (array and jnp.isrealobj(weight))
   if not real or jnp.shape(weight) != ():
@@ -236,7 +242,10 @@ def _check_weight(weight: Any) -> _types.FloatScalar:
 
 
 def _as_array(index: int, path: _types.KeyPath, leaf: Any) -> _types.Leaf:
-  """Returns arrays of JAX and NumPy unchanged; converts others, such as PyTorch's, to NumPy."""
+  """Returns a leaf of JAX or NumPy unchanged; converts another leaf, such as PyTorch's, to NumPy.
+
+  Raises TypeError if the leaf is not numeric; the message names the batch's `index` and the path.
+  """
   if isinstance(leaf, jax.Array):
     return leaf
   array = leaf if isinstance(leaf, np.ndarray | np.generic | numbers.Number) else np.asarray(leaf)

@@ -1,29 +1,30 @@
-"""What the name of a leaf tells of its role, as in Flax, PyTorch and MXNet."""
+"""Tests whether a leaf's name in Flax, PyTorch or MXNet means a bias, a kernel or an embedding."""
 
 import re
 
 _BIAS_OR_NORM = re.compile(r"(^|[/.])(bias|scale|beta|gamma)$")
 _EMBEDDING = re.compile(r"(^|[/.])[a-z_]*(embedding([/.]weight)?|embeddings|embeds?)$")
 _KERNEL = re.compile(r"(^|[/.])([a-z_]*kernel|[a-z_]*weight|w)$")
-# Flax's attention: of [features, heads, head features] only the first axis is fan-in.
+# In Flax's attention these kernels have the axes [features, heads, head features]. The first axis
+# is the fan-in.
 _ATTENTION_INPUT = re.compile(r"(^|[/.])(query|key|value)[/.]kernel$")
 
 
 def is_bias_or_norm(path: str) -> bool:
-  """Whether a leaf has the name of a bias, or of a scale or offset of a normalization."""
+  """Returns whether a leaf has the name of a bias, or of a normalization's scale or offset."""
   return _BIAS_OR_NORM.search(path) is not None
 
 
 def is_embedding(path: str) -> bool:
-  """Whether a leaf has the name of an embedding."""
+  """Returns whether a leaf has the name of an embedding."""
   return _EMBEDDING.search(path) is not None
 
 
 def is_kernel(path: str) -> bool:
-  """Whether a leaf has the name of a kernel."""
+  """Returns whether a leaf has the name of a kernel."""
   return _KERNEL.search(path) is not None
 
 
 def is_attention_input(path: str) -> bool:
-  """Whether a leaf has the name of a query, key or value kernel of Flax's attention."""
+  """Returns whether a leaf has the name of a query, key or value kernel of Flax's attention."""
   return _ATTENTION_INPUT.search(path) is not None

@@ -1,4 +1,4 @@
-"""Leaves that ``optax.masked`` or ``optax.partition`` hides."""
+"""Trees in which ``optax.masked`` or ``optax.partition`` hides leaves by a ``MaskedNode``."""
 
 import jax
 import optax
@@ -7,12 +7,12 @@ from optax_boost._foundation import _paths, _types
 
 
 def is_masked(value: _types.Tree) -> bool:
-  """Whether a node is an ``optax.MaskedNode``, which stands for hidden leaves."""
+  """Returns whether a node is an ``optax.MaskedNode``, which stands for hidden leaves."""
   return isinstance(value, optax.MaskedNode)
 
 
 def masked_paths(tree: _types.Tree) -> list[str]:
-  """The paths of the nodes that hide leaves in a tree."""
+  """Returns the path of each ``optax.MaskedNode`` in a tree."""
   nodes = zip(
     _paths.leaf_paths(tree, is_masked), jax.tree.leaves(tree, is_leaf=is_masked), strict=True
   )
@@ -20,14 +20,17 @@ def masked_paths(tree: _types.Tree) -> list[str]:
 
 
 def mask_like(tree: _types.Tree, masked: _types.Tree) -> _types.Tree:
-  """Hides in `tree` the leaves that `masked` hides; optax does not mask extra arguments."""
+  """Returns `tree` with each ``optax.MaskedNode`` of `masked` in the place of the leaves.
+
+  Callers mask extra arguments, which optax does not mask, like the updates.
+  """
   if _same_structure(tree, masked):
     return tree
   return jax.tree.map(lambda m, t: m if is_masked(m) else t, masked, tree, is_leaf=is_masked)
 
 
 def fill_masked(tree: _types.Tree, full: _types.Tree) -> _types.Tree:
-  """Replaces each ``optax.MaskedNode`` in `tree` by the leaves of `full` in its place."""
+  """Returns `tree` with each ``optax.MaskedNode`` replaced by the leaves of `full` at its path."""
   if _same_structure(tree, full):
     return tree
   return jax.tree.map(lambda t, f: f if is_masked(t) else t, tree, full, is_leaf=is_masked)
@@ -39,10 +42,10 @@ def _same_structure(first: _types.Tree, second: _types.Tree) -> bool:
 
 
 def leaves_like(tree: _types.Tree, like: _types.Tree) -> list[_types.Leaf] | None:
-  """The leaves of `tree` in the order of the leaves of `like`; None if the trees don't match.
+  """Returns the leaves of `tree` in the order of `like`'s leaves; None if the trees don't match.
 
-  An ``optax.MaskedNode`` is a leaf, and matches any leaves below its path. Trees are matched by
-  path, since an NNX optimizer wraps arrays in other variables than the model does.
+  Leaves with equal paths match, since an NNX optimizer wraps arrays in other variables than the
+  model does. An ``optax.MaskedNode`` counts as a leaf, and matches any leaves below its path.
   """
   structure: _types.TreeDef = jax.tree.structure(tree, is_leaf=is_masked)
   if structure == jax.tree.structure(like, is_leaf=is_masked):
@@ -56,14 +59,17 @@ def leaves_like(tree: _types.Tree, like: _types.Tree) -> list[_types.Leaf] | Non
 
 
 def _leaves_by_path(tree: _types.Tree) -> dict[str, _types.Leaf] | None:
-  """The leaves and masks of a tree by path; None if two have the same path."""
+  """Returns the leaves and masks of a tree by path, or None if two have the same path."""
   paths = _paths.leaf_paths(tree, is_masked)
   leaves = jax.tree.leaves(tree, is_leaf=is_masked)
   return dict(zip(paths, leaves, strict=True)) if len(set(paths)) == len(paths) else None
 
 
 def _covers(first: dict[str, _types.Leaf], second: dict[str, _types.Leaf]) -> bool:
-  """Whether each leaf of `second` has the path of a leaf in `first`, or is below a mask there."""
+  """Returns whether `first` has a counterpart of each unmasked leaf of `second`.
+
+  A counterpart is a leaf with the same path, or an ``optax.MaskedNode`` at or above the path.
+  """
   masks = [path for path, leaf in first.items() if is_masked(leaf)]
   prefixes = tuple(f"{path}/" if path else "" for path in masks)
   return all(

@@ -1,4 +1,4 @@
-"""Names of mesh axes: which of them are bound, and along which of them an array varies."""
+"""Tests whether names of mesh axes are bound, and along which mesh axes an array varies."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,7 @@ from optax_boost._foundation import _checks, _types
 
 
 def check_axis_name(name: str, value: _types.Unchecked) -> None:
-  """Raises TypeError unless an argument names one or several mesh axes, or is None."""
+  """Raises TypeError unless an argument is a name of a mesh axis, a tuple of names, or None."""
   names = value if isinstance(value, tuple) else (value,)
   if value is not None and not (names and all(isinstance(n, str) for n in names)):
     raise TypeError(
@@ -19,7 +19,10 @@ def check_axis_name(name: str, value: _types.Unchecked) -> None:
 def require_axis(
   name: str, value: _types.AxisName | None, method: str, *, optional: bool = True
 ) -> int:
-  """Returns the size of mesh axes; raises ValueError unless they are bound around ``update``."""
+  """Returns the number of devices along mesh axes; raises ValueError if the axes are not bound.
+
+  If `optional`, the message advises to leave the argument `name` out, else the method.
+  """
   if not value:
     return 1
   try:
@@ -33,7 +36,7 @@ def require_axis(
 
 
 def bound_axis(value: _types.AxisName | None) -> _types.AxisName | None:
-  """Returns names of mesh axes if they are bound where this is called, else None."""
+  """Returns `value` inside of a ``shard_map`` or ``vmap`` over these axes, else None."""
   if not value:
     return None
   try:
@@ -44,14 +47,14 @@ def bound_axis(value: _types.AxisName | None) -> _types.AxisName | None:
 
 
 def varying_axes(aval: _types.ArrayType) -> frozenset[str]:
-  """The mesh axes along which arrays of a type differ between devices in ``shard_map``."""
-  # Later versions of JAX renamed `vma`.
+  """Returns the mesh axes along which an array of type `aval` differs between devices."""
+  # Older versions of JAX call the attribute `vma`.
   manual = getattr(aval, "manual_axis_type", None)
   return frozenset(manual.varying if manual is not None else getattr(aval, "vma", None) or ())
 
 
 def vary(x: jax.Array, like: _types.ArrayType) -> jax.Array:
-  """Marks an array as varying along the mesh axes along which `like` varies in ``shard_map``."""
+  """Marks an array in ``shard_map`` as varying along the axes along which `like` varies."""
   varying = tuple(varying_axes(like) - varying_axes(jax.typeof(x)))
   if not varying:
     return x
@@ -61,7 +64,10 @@ def vary(x: jax.Array, like: _types.ArrayType) -> jax.Array:
 
 
 def on_all_devices(flags: jax.Array, axis_name: _types.AxisName | None, method: str) -> jax.Array:
-  """Whether flags hold on all devices along the mesh axes; without axes, returns the flags."""
+  """Returns for each flag whether it is True on all devices along mesh axes.
+
+  Without mesh axes (None), the result is `flags`.
+  """
   if axis_name is None:
     return flags
   require_axis("axis_name", axis_name, method)

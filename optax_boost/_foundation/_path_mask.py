@@ -1,4 +1,4 @@
-"""A mask that selects leaves by their path."""
+"""``path_mask``: a mask that selects leaves by their paths."""
 
 from collections.abc import Callable
 
@@ -8,7 +8,7 @@ from optax_boost._foundation import _patterns, _selectors, _types
 
 
 def path_mask(*patterns: str) -> Callable[[_types.Params], _types.Tree]:
-  """A mask for ``optax.masked`` that selects leaves by their path.
+  """Makes a mask for ``optax.masked`` that selects leaves by their paths.
 
   Args:
     *patterns: regular expressions that match whole segments of the leaves' paths (keys joined by

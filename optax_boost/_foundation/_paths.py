@@ -4,26 +4,27 @@ import jax
 
 from optax_boost._foundation import _types
 
-# The path from an NNX variable to its value, in versions of Flax.
+# The path from an NNX variable to its value: the attribute's name differs between versions of Flax.
 _BOXED = [(jax.tree_util.GetAttrKey(name),) for name in ("value", "raw_value")]
 
 
 def leaf_name(path: str) -> str:
-  """A leaf's path for a message; a tree that is one array, whose path is empty, is "params"."""
+  """Returns a leaf's path for a message; "params" if the tree is one array, whose path is empty."""
   return path or "params"
 
 
 def leaf_paths(tree: _types.Tree, is_leaf: _types.LeafTest | None = None) -> list[str]:
-  """The path of each leaf, in the order of ``jax.tree.leaves``; ``""`` for a tree that is a leaf.
+  """Returns the path of each leaf, in the order of ``jax.tree.leaves``; keys are joined by ``/``.
 
-  The paths of leaves in NNX variables lack the last ``.value``, so patterns need not match it.
+  A tree that is one leaf has the path ``""``. The path of a leaf in an NNX variable lacks the final
+  ``.value``, so that patterns need not match ``.value``.
   """
   keys = leaf_keys(tree, is_leaf)
   return [jax.tree_util.keystr(path, simple=True, separator="/") for path in keys]
 
 
 def leaf_keys(tree: _types.Tree, is_leaf: _types.LeafTest | None = None) -> list[_types.KeyPath]:
-  """The path of each leaf as JAX's keys, which :func:`leaf_paths` joins."""
+  """Returns the path of each leaf as a tuple of JAX's keys, which :func:`leaf_paths` joins."""
   flatten = jax.tree_util.tree_flatten_with_path
   paths = [path for path, _ in flatten(tree, is_leaf=is_leaf)[0]]
   boxes = set()
@@ -33,7 +34,8 @@ def leaf_keys(tree: _types.Tree, is_leaf: _types.LeafTest | None = None) -> list
 
 
 def is_box(node: _types.Tree) -> bool:
-  """Whether a node wraps one value, as NNX variables and Linen's partitioning metadata do."""
-  # `is_leaf` makes a hidden value a child, too. A named tuple with a `value` is a container.
+  """Returns whether a node wraps one value, as an NNX variable or Linen's metadata does."""
+  # With `is_leaf`, a value that is an `optax.MaskedNode` counts as a child, too. A named tuple with
+  # the single field `value` is a container, not a box.
   children = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)[0]
   return len(children) == 1 and children[0][0] in _BOXED and not isinstance(node, tuple)

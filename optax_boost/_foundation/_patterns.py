@@ -5,29 +5,32 @@ import re
 
 from optax_boost._foundation import _checks, _masks, _paths, _types, _warnings
 
-# A match begins and ends beside a `/` or a dot, or at an end of the path. Dots separate modules in
-# the names of PyTorch and MindSpore, such as `fc1.bias`.
+# A match begins and ends next to a `/` or a dot, or at an end of the path. In the names of PyTorch
+# and MindSpore, such as `fc1.bias`, dots separate the modules.
 _SEGMENT_BOUNDARY = r"(?:\A|\Z|(?<=[/.])|(?=[/.]))"
 # Python allows flags such as `(?i)` only at the start of an expression.
 _LEADING_FLAGS = re.compile(r"(?:\(\?[aiLmsux]+\))*")
 
 
 def compile_pattern(argument: str, pattern: str) -> re.Pattern[str]:
-  """Compiles a user's regular expression so that ``search`` finds whole segments of a path.
+  """Compiles a user's regular expression, so that ``search`` finds only whole segments of a path.
 
-  For example, `blocks/1` is found in ``blocks/1/kernel``, but not in ``blocks/10/kernel``. Raises
-  TypeError for anything but a string, ValueError for a bad expression.
+  For example, `blocks/1` matches in ``blocks/1/kernel``, but not in ``blocks/10/kernel``. Raises
+  TypeError unless `pattern` is a string, and ValueError if it is not a regular expression.
   """
   compiled = _compile_within_segments(argument, pattern)
   flags = _LEADING_FLAGS.match(pattern)[0]  # type: ignore[index]  # it matches any string
-  # A verbose expression may end with a comment, which a line break ends.
+  # A verbose expression may end with a comment, so a line break must precede the parenthesis.
   end = "\n)" if compiled.flags & re.VERBOSE else ")"
   whole = f"{flags}{_SEGMENT_BOUNDARY}(?:{pattern[len(flags) :]}{end}{_SEGMENT_BOUNDARY}"
   return re.compile(whole)
 
 
 def _compile_within_segments(argument: str, pattern: _types.Unchecked) -> re.Pattern[str]:
-  """Like :func:`compile_pattern`, but matches may begin and end within a segment."""
+  """Compiles a user's regular expression as it is, so matches may begin and end within a segment.
+
+  Raises as :func:`compile_pattern` does.
+  """
   if not isinstance(pattern, str):
     raise TypeError(
       f"`{argument}` must hold regular expressions, which are strings; got"
@@ -43,7 +46,10 @@ def _compile_within_segments(argument: str, pattern: _types.Unchecked) -> re.Pat
 
 
 def check_patterns(name: str, value: _types.Unchecked, words: str) -> None:
-  """Checks a sequence of one or more regular expressions; `words` describe it in the message."""
+  """Raises unless `value` is a list or tuple of one or more regular expressions.
+
+  `words` describe in the message what was required.
+  """
   if not (isinstance(value, list | tuple) and value and all(isinstance(p, str) for p in value)):
     raise TypeError(f"`{name}` must be {words}; got {_checks.shorten(value)}.")
   for pattern in value:
@@ -58,10 +64,10 @@ def first_match(
   tree: _types.Tree = None,
   required: bool = False,
 ) -> list[int | None]:
-  """Returns the index of the first pattern that matches each path, or None.
+  """Returns for each path the index of the first pattern that matches the path, or None.
 
-  Warns of patterns that match no path and no leaf that `tree` hides; if `required`, raises
-  ValueError for them.
+  Warns of a pattern that matches no path, unless it matches a node of `tree` that hides leaves. If
+  `required`, raises ValueError instead of warning.
   """
   matches_of_paths = _matches(argument, patterns, paths, tree, required=required)
   return [matches[0] if matches else None for matches in matches_of_paths]
@@ -76,10 +82,10 @@ def assign_groups(
   tree: _types.Tree = None,
   hint: Callable[[str, Sequence[str]], str] | None = None,
 ) -> list[int | None]:
-  """Returns the group whose pattern matches each path, or None.
+  """Returns for each path the group of the pattern that matches the path, or None.
 
-  Raises ValueError, which `advice` ends, for a path that patterns of two groups match. Warns as
-  :func:`first_match` does; ``hint(pattern, paths)`` ends the warning.
+  Raises ValueError if patterns of two groups match a path; the message ends with `advice`. Warns as
+  :func:`first_match` does; the warning ends with the string ``hint(pattern, paths)``.
   """
   groups: list[int | None] = []
   patterns = [pattern for pattern, _ in group_of_pattern]
@@ -107,7 +113,10 @@ def _matches(
   hint: Callable[[str, Sequence[str]], str] | None = None,
   required: bool = False,
 ) -> list[list[int]]:
-  """Returns the indices of the patterns that match each path; warns as :func:`first_match` does."""
+  """Returns for each path the indices of the patterns that match the path.
+
+  Warns or raises as :func:`first_match` does.
+  """
   compiled = [compile_pattern(argument, pattern) for pattern in patterns]
   matches = [[i for i, p in enumerate(compiled) if p.search(path)] for path in paths]
   matching = {i for match in matches for i in match}
@@ -128,7 +137,7 @@ def _matches(
 
 
 def _whole_segments_hint(argument: str, pattern: str, paths: Sequence[str]) -> str:
-  """A hint for a pattern that matches within a segment, or an empty string."""
+  """Returns a hint if a pattern matches within a segment of a path, else an empty string."""
   path = next(filter(_compile_within_segments(argument, pattern).search, paths), None)
   if path is None:
     return ""

@@ -1,4 +1,4 @@
-"""Arguments that select leaves: patterns, trees of bools, or functions from params to these."""
+"""Arguments that select leaves: patterns, trees of bools, or functions that return such trees."""
 
 import jax
 
@@ -6,7 +6,7 @@ from optax_boost._foundation import _checks, _paths, _patterns, _types
 
 
 def check_selector(argument: str, selector: _types.LeafSelector) -> None:
-  """Checks an argument that selects leaves, before the tree is known."""
+  """Raises unless an argument can select leaves; the tree of leaves is not known yet."""
   if selector is None or is_auto_selector(selector) or _is_function(selector):
     return
   if isinstance(selector, str):
@@ -23,7 +23,7 @@ def select(
   selector: _types.LeafSelector,
   argument: str,
 ) -> list[bool]:
-  """Whether each leaf is selected, in the order of ``jax.tree.leaves``."""
+  """Returns for each leaf, in the order of ``jax.tree.leaves``, whether the selector selects it."""
   paths = _paths.leaf_paths(tree)
   if selector is None:
     return [False] * len(paths)
@@ -33,20 +33,21 @@ def select(
       index is not None for index in _patterns.first_match(argument, patterns, paths, tree=tree)
     ]
   if isinstance(selector, bool) and not jax.tree_util.all_leaves([tree]):
-    # `optax.inject_hyperparams` took a callable for a schedule and called it.
+    # A single bool for several leaves means that `optax.inject_hyperparams` took a selector that is
+    # a function for a schedule, and called it.
     raise _not_a_selector(argument, selector)
   mask = selector(tree) if _is_function(selector) else selector
   return _broadcast_mask(mask, tree, argument)
 
 
 def is_auto_selector(selector: _types.LeafSelector) -> bool:
-  """Whether a selector is "auto", the default rule of the method."""
-  # The type is checked first, since an array compares entry by entry.
+  """Returns whether a selector is "auto", which stands for the default rule of the method."""
+  # The type is checked first, since `==` on an array returns an array.
   return isinstance(selector, str) and selector == "auto"
 
 
 def _is_function(selector: _types.LeafSelector) -> bool:
-  """Whether a selector is a function of the tree, and no Equinox module of bools."""
+  """Returns whether a selector is a function; a callable Equinox module of bools is a mask."""
   return callable(selector) and not any(isinstance(x, bool) for x in jax.tree.leaves(selector))
 
 

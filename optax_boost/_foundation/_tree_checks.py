@@ -22,7 +22,7 @@ _TAKE_OR_MAP = (
 
 
 def require_one_run(count: jax.Array, function: str, advice: str = _TAKE_OR_MAP) -> None:
-  """Raises ValueError for a state under ``vmap`` over members, whose `count` is not a scalar."""
+  """Raises ValueError if `count` has axes, since the state then stacks several runs."""
   if jnp.ndim(count):
     raise ValueError(
       f"`{function}` needs the state of one run; got a population's of shape"
@@ -31,12 +31,12 @@ def require_one_run(count: jax.Array, function: str, advice: str = _TAKE_OR_MAP)
 
 
 def differentiated_params(params: _types.Params) -> _types.Params:
-  """The params that the loss is differentiated by: the fast ones under ``optax.lookahead``."""
+  """Returns the params that the loss is differentiated by: of ``optax.lookahead``, the fast ones."""
   return params.fast if isinstance(params, optax.LookaheadParams) else params
 
 
 def refuse_pair(params: _types.Tree, method: str) -> None:
-  """Raises ValueError for a pair of fast and slow params of ``optax.lookahead``."""
+  """Raises ValueError if params are the pair of fast and slow params of ``optax.lookahead``."""
   if isinstance(params, optax.LookaheadParams):
     raise ValueError(
       f"`{method}` needs gradients and params of the same tree structure; got the pair of params of"
@@ -45,7 +45,7 @@ def refuse_pair(params: _types.Tree, method: str) -> None:
 
 
 def check_same_tree(updates: _types.Tree, params: _types.Tree, method: str) -> None:
-  """Raises ValueError for gradients whose structure or shapes differ from the params'."""
+  """Raises ValueError unless gradients have the tree structure and the shapes of the params."""
   if not isinstance(updates, optax.LookaheadParams):
     refuse_pair(params, method)
   got: _types.TreeDef = jax.tree.structure(updates)
@@ -71,7 +71,7 @@ def check_same_tree(updates: _types.Tree, params: _types.Tree, method: str) -> N
 
 
 def same_shapes(first: _types.Tree, second: _types.Tree) -> bool:
-  """Whether two trees have the same structure and shapes."""
+  """Returns whether two trees have the same structure and shapes."""
 
   def shapes(tree: _types.Tree) -> tuple[_types.TreeDef, list[tuple[int, ...]]]:
     leaves, structure = jax.tree.flatten(tree)
@@ -80,8 +80,8 @@ def same_shapes(first: _types.Tree, second: _types.Tree) -> bool:
   return shapes(first) == shapes(second)
 
 
-# Advice for a leaf that can't be differentiated, without and with a model state. A mask is no help:
-# the loss is differentiated by masked leaves, too.
+# Advice for a leaf of the params that can't be differentiated, for a loss without and with a model
+# state. `optax.masked` would not help, since the loss is differentiated by masked leaves, too.
 CLOSE_OVER = "Keep it out of the params: close over it."
 KEEP_OUT = (
   "Keep it out of the params: close over it, or keep it in `model_state` (with Flax: in another"
@@ -90,20 +90,23 @@ KEEP_OUT = (
 
 
 def check_floating(tree: _types.Tree, method: str, advice: str | None = None) -> None:
-  """Raises TypeError for leaves that are not real floating-point arrays.
+  """Raises TypeError unless all leaves are real floating-point arrays.
 
-  `advice` ends the message; None advises a mask around `method`.
+  The message ends with `advice`, or, if it is None, advises a mask around `method`.
   """
   _check_dtype(tree, method, advice, jnp.floating, "real floating-point")
 
 
 def check_inexact(tree: _types.Tree, method: str, advice: str | None = None) -> None:
-  """Like :func:`check_floating`, but complex leaves pass."""
+  """Raises TypeError unless all leaves are floating-point arrays, real or complex.
+
+  The message ends with `advice`, as in :func:`check_floating`.
+  """
   _check_dtype(tree, method, advice, jnp.inexact, "floating-point")
 
 
 def check_gradients(gradients: _types.Updates, params: _types.Params, source: str) -> None:
-  """Raises unless gradients that the function `source` returned fit the params."""
+  """Raises unless the gradients that a function called `source` returned fit the params."""
   got: _types.TreeDef = jax.tree.structure(gradients)
   want: _types.TreeDef = jax.tree.structure(params)
   if got == want:
@@ -123,7 +126,8 @@ def _check_dtype(
   tree: _types.Tree, method: str, advice: str | None, dtype: jax.typing.DTypeLike, required: str
 ) -> None:
   for i, leaf in enumerate(jax.tree.leaves(tree)):
-    # Python floats are refused, as by optax's optimizers: they have no shape, dtype or sharding.
+    # Python floats are refused, as optax's optimizers refuse them: floats have no shape, dtype or
+    # sharding.
     if not hasattr(leaf, "dtype"):
       described = _describe("params", _paths.leaf_paths(tree)[i], leaf)
       raise TypeError(f"`{method}` needs arrays as leaves; {described}")
@@ -136,7 +140,7 @@ def _check_dtype(
 
 
 def check_traceable(name: str, tree: _types.Tree) -> None:
-  """Raises TypeError for leaves that JAX can't trace: all but numbers, arrays and their shapes."""
+  """Raises TypeError unless each leaf is a number, an array, or a ``jax.ShapeDtypeStruct``."""
   for path, leaf in zip(_paths.leaf_paths(tree), jax.tree.leaves(tree), strict=True):
     try:
       jax.eval_shape(lambda value: value, leaf)
@@ -148,7 +152,7 @@ def check_traceable(name: str, tree: _types.Tree) -> None:
 
 
 def _describe(name: str, path: str, leaf: _types.Unchecked) -> str:
-  """The end of a message about a leaf that is a number, or, for example, a function."""
+  """Returns the end of a message about a leaf that is not an array: its type, and what to do."""
   advice = f"Keep it out of `{name}`, as `equinox.filter(model, equinox.is_inexact_array)` does."
   if isinstance(leaf, int | float | complex):
     advice = f"Convert it with `jax.tree.map(jnp.asarray, {name})`."

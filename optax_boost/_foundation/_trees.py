@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from optax_boost._foundation import _types
 
-# How many trees' plans `once_per_tree` keeps.
+# The number of results that `once_per_tree` keeps.
 _MOST_PLANS = 64
 _MISSING = object()
 
@@ -19,26 +19,29 @@ _State = TypeVar("_State")
 def map_leaves(
   function: Callable[..., Any], tree: _types.SameTree, *trees: _types.Tree
 ) -> _types.SameTree:
-  """``jax.tree.map`` over trees of which some may have their leaves in boxes (`_paths.is_box`)."""
+  """Maps a function over trees; returns the results in the structure of `tree`.
+
+  Unlike in ``jax.tree.map``, some of the trees may wrap leaves in NNX variables.
+  """
   return map_with(function, tree, *map(jax.tree.leaves, trees))
 
 
 def map_with(
   function: Callable[..., Any], tree: _types.SameTree, *columns: Sequence[Any]
 ) -> _types.SameTree:
-  """Maps ``function(leaf, *entries)`` over a tree; each column has one entry for each leaf."""
+  """Returns a tree of ``function(leaf, *entries)``; each column has one entry for each leaf."""
   structure: _types.TreeDef
   leaves, structure = jax.tree.flatten(tree)
   rows = zip(leaves, *columns, strict=True)
   return jax.tree.unflatten(structure, [function(*row) for row in rows])
 
 
-# From a node of a tree to its children and its static data; None for a leaf.
+# ``flatten_node(node)`` returns the children and the static data of a node, or None for a leaf.
 flatten_node = jax.tree_util.default_registry.flatten_one_level
 
 
 def _indexed_nodes(tree: _types.Tree) -> list[tuple[tuple[int, ...], Any]]:
-  """All nodes and leaves, each after those inside it, with the child indices that lead to it."""
+  """Returns all nodes and leaves, children before parents, each with its :func:`child_indices`."""
   outside_in: list[tuple[tuple[int, ...], Any]] = []
   pending: list[tuple[tuple[int, ...], Any]] = [((), tree)]
   # A loop is faster than a tree map: an optimizer state has thousands of nodes.
@@ -52,17 +55,17 @@ def _indexed_nodes(tree: _types.Tree) -> list[tuple[tuple[int, ...], Any]]:
 
 
 def nodes(tree: _types.Tree) -> list[Any]:
-  """All nodes and leaves of a tree, each after those inside it."""
+  """Returns all nodes and leaves of a tree, children before parents."""
   return [node for _, node in _indexed_nodes(tree)]
 
 
 def child_indices(tree: _types.Tree, node: _types.Tree) -> tuple[int, ...]:
-  """The indices of children by which :func:`flatten_node` leads from a tree to one of its nodes."""
+  """Returns, for each level from a tree down to one of its nodes, the index of the child."""
   return next(indices for indices, found in _indexed_nodes(tree) if found is node)
 
 
 def find_states(opt_state: _types.Tree, state_type: type[_State]) -> list[_State]:
-  """All states of a type in an optimizer state, at any depth."""
+  """Returns all states of a type in an optimizer state, at any depth."""
 
   def matches(node: _types.Tree) -> bool:
     return isinstance(node, state_type)
@@ -71,16 +74,16 @@ def find_states(opt_state: _types.Tree, state_type: type[_State]) -> list[_State
 
 
 def once_per_tree(plan: Callable[..., _Plan]) -> Callable[..., _Plan]:
-  """Caches ``plan(tree, *static)`` by the tree's structure and shapes, so that it warns only once.
+  """Returns ``plan(tree, *static)`` with a cache, whose keys are the tree's structure and shapes.
 
-  `static` are hashable arguments.
+  A plan that warns thus warns once for each tree. The arguments `static` must be hashable.
   """
   plans: dict[Hashable, Any] = {}
 
   def cached(tree: _types.Tree, *static: Hashable) -> _Plan:
     leaves, structure = jax.tree.flatten(tree)
     key = (structure, tuple(jnp.shape(leaf) for leaf in leaves), *static)
-    # One lookup: another thread may clear the plans between two.
+    # A single lookup, since another thread may clear the cache between `in` and a lookup.
     tree_plan = plans.get(key, _MISSING)
     if tree_plan is _MISSING:
       tree_plan = plan(tree, *static)

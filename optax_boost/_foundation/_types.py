@@ -1,7 +1,7 @@
-"""Names of the types that pass between the modules; imports nothing else of ours.
+"""Names of the types that pass between the modules; imports no other module of optax_boost.
 
-mypy finds no types of optax, so to it a name of optax's is ``Any``; so are the names of trees here.
-They tell a reader what a tree is. Arrays whose shape is promised have a name that says it.
+mypy finds no types of optax, and takes each type that optax exports for ``Any``. The names of
+trees below are ``Any``, too; they tell a reader what a tree holds.
 """
 
 from collections.abc import Callable, Mapping
@@ -10,9 +10,9 @@ from typing import Any, TypeAlias, TypeVar
 import jax
 from jax.extend import core as jax_core
 
-# A pytree of which nothing more is known.
+# Any pytree.
 Tree: TypeAlias = object
-# A tree that a function returns with other leaves.
+# A tree whose structure a function returns with other leaves.
 SameTree = TypeVar("SameTree")
 # Pytrees of arrays.
 Params: TypeAlias = Any  # what a loss is differentiated by
@@ -20,11 +20,11 @@ Updates: TypeAlias = Any  # gradients, or what is added to params
 OptState: TypeAlias = Any  # the state of a transformation
 ModelState: TypeAlias = Any  # what a model keeps beside its params, such as running statistics
 Batch: TypeAlias = Any  # the data that a loss reads
-# A leaf of a pytree: an array or a number, or an `optax.MaskedNode` where masks count as leaves.
+# A leaf of a pytree: an array, a number, or an `optax.MaskedNode` that a function takes as a leaf.
 Leaf: TypeAlias = Any
-# An array, or its shape and dtype alone.
+# An array, or the shape and the dtype of an array.
 ArrayOrShape: TypeAlias = jax.Array | jax.ShapeDtypeStruct
-# The type of a traced array: what `jax.typeof` returns, and the `aval` of a variable.
+# The type of a traced array: the result of `jax.typeof`, or the `aval` of a jaxpr's variable.
 ArrayType: TypeAlias = Any
 # An entry of a partition spec: the mesh axes that shard an array's axis, if any.
 SpecEntry: TypeAlias = Any
@@ -34,7 +34,7 @@ TreeDef: TypeAlias = jax.tree_util.PyTreeDef
 IntScalar: TypeAlias = jax.Array
 BoolScalar: TypeAlias = jax.Array
 FloatScalar: TypeAlias = jax.Array
-# A scalar bool: an array, or a Python or NumPy bool if it is known while tracing.
+# A scalar bool: an array, or a Python or NumPy bool if the value is known while tracing.
 Condition: TypeAlias = Any
 # The value of an argument before its check, or a leaf of any type.
 Unchecked: TypeAlias = object
@@ -43,20 +43,20 @@ KeyPath: TypeAlias = tuple[Any, ...]
 Dtype: TypeAlias = jax.typing.DTypeLike
 # Metrics by name, as a train step returns them.
 Metrics: TypeAlias = dict[str, Any]
-# A traced program, and a program that may lack its constants.
+# A traced program with its constants; and a program with or without its constants.
 Jaxpr: TypeAlias = jax_core.ClosedJaxpr
 Program: TypeAlias = jax_core.ClosedJaxpr | jax_core.Jaxpr
-# An equation of a program, a `JaxprEqn`. mypy doesn't know that its variables have shapes.
+# An equation of a program: a `JaxprEqn`, in which mypy finds no shapes of variables.
 Equation: TypeAlias = Any
-# A variable of a program, or a constant in the place of one; `aval` is its type.
+# A variable of a program, or a constant (a `Literal`); its attribute `aval` is its type.
 Atom: TypeAlias = Any
-# The arguments of ``update`` after its first three, by name.
+# The extra arguments of ``update``, by name: all but updates, state and params.
 ExtraArgs: TypeAlias = dict[str, Any]
-# A loss as users write it, ``loss_fn(params, *args)``, or a function of the same arguments.
+# A user's loss, ``loss_fn(params, *args)``, or a function of the same arguments.
 LossFn: TypeAlias = Callable[..., Any]
-# A function of params and further arguments, as the extra argument `value_fn` is.
+# A function of params and further arguments, such as the extra argument `value_fn`.
 Closure: TypeAlias = Callable[..., Any]
-# A function from a batch to its number of examples, which weighs its gradient.
+# A function from a batch to its number of examples, by which the batch's gradient is weighted.
 WeightFn: TypeAlias = Callable[[Any], Any]
 # A function that tells whether a node of a tree counts as a leaf.
 LeafTest: TypeAlias = Callable[[Any], bool]

@@ -6,7 +6,7 @@ import warnings
 
 from optax_boost._foundation import _paths
 
-# The modules whose frames may lie between a method and the user's line.
+# The packages whose stack frames may lie between a method and the user's line.
 _LIBRARIES = ("optax_boost", "jax", "optax", "flax", "contextlib")
 
 
@@ -15,7 +15,7 @@ class NoEffectWarning(UserWarning):
 
 
 def warn(message: str, category: type[Warning]) -> None:
-  """Issues a warning at the user's line, the innermost line outside of `_LIBRARIES`."""
+  """Issues a warning at the user's line: the innermost stack frame outside of `_LIBRARIES`."""
   frame, level = sys._getframe(1), 2
   while frame.f_back and str(frame.f_globals.get("__name__")).partition(".")[0] in _LIBRARIES:
     frame, level = frame.f_back, level + 1
@@ -23,11 +23,11 @@ def warn(message: str, category: type[Warning]) -> None:
 
 
 def warn_no_effect(message: str, paths: Sequence[str]) -> None:
-  """Issues a :class:`NoEffectWarning` that lists the leaves."""
+  """Issues a :class:`NoEffectWarning` whose message ends with a list of the leaves."""
   warn(message + list_leaves(paths), NoEffectWarning)
 
 
 def list_leaves(paths: Sequence[str]) -> str:
-  """The last sentence of a message, which lists the first leaves."""
+  """Returns the last sentence of a message, which lists the first six leaves."""
   shown = ", ".join(map(_paths.leaf_name, paths[:6])) + (", ..." if len(paths) > 6 else "")
   return f" The leaves are: {shown}."
