@@ -10,7 +10,7 @@ _Item = TypeVar("_Item")
 
 
 def with_progress(items: Iterable[_Item], progress: bool, desc: str, unit: str) -> Iterable[_Item]:
-  """Returns an iterable of `items` that shows a progress bar if `progress`, and tqdm is installed."""
+  """Returns an iterable that shows a progress bar, if `progress` is set and tqdm is installed."""
   _checks.check_bool("progress", progress)
   if not progress or importlib.util.find_spec("tqdm") is None:
     return items
