@@ -1,4 +1,5 @@
 """Methods, which rewrite updates or the model. No method imports another one.
 
-``_leaves`` checks the arguments `exclude`, `layers` and `axis_name`, which several methods share.
+``_layer_arguments`` checks the arguments `exclude`, `layers` and `axis_name`, which several methods
+share.
 """

@@ -21,7 +21,7 @@ from optax_boost._foundation import (
   _types,
   _warnings,
 )
-from optax_boost._methods import _leaves
+from optax_boost._methods import _layer_arguments
 from optax_boost._trace import _layer_axes
 
 
@@ -82,7 +82,7 @@ def centralize(
     kernel, not of a Flax one.
   """
   _checks.check_name("layout", layout, ("flax", "torch"))
-  kernels = _leaves.Leaves(
+  kernels = _layer_arguments.Leaves(
     "centralize", exclude, lambda leaves: _left_alone(leaves, layout), layers, axis_name
   )
 
@@ -101,7 +101,7 @@ def centralize(
     mean = mean if mesh_axes is None else jax.lax.pmean(mean, mesh_axes)
     return (wide - mean).astype(g.dtype)
 
-  def is_idle(plan: _leaves.Plan) -> bool:
+  def is_idle(plan: _layer_arguments.Plan) -> bool:
     return bool(plan) and not any(fan_in(leaf) for leaf, skip in plan if not skip)
 
   def warn_if_idle(tree: _types.Tree, layers: _layer_axes.LayerAxes | None) -> None:
@@ -134,7 +134,7 @@ def centralize(
     *,
     layers: _types.Unchecked = None,
   ) -> tuple[optax.Updates, optax.EmptyState]:
-    layers = _leaves.check_layers(layers)
+    layers = _layer_arguments.check_layers(layers)
     # The train step passes `layers`, which describe kernels that names and shapes may miss.
     if undecided and tuple(_paths.leaf_paths(updates)) in undecided:
       warn_once_if_idle(updates, layers)

@@ -30,7 +30,7 @@ from optax_boost._foundation import (
   _trees,
   _types,
 )
-from optax_boost._methods import _leaves
+from optax_boost._methods import _layer_arguments
 from optax_boost._trace import _layer_axes
 
 
@@ -156,7 +156,7 @@ def scale_by_lars_trust_ratio(
     listed in its `static_args`.
   """
   method = "scale_by_lars_trust_ratio"
-  leaves = _leaves.Leaves(method, exclude, _bias_or_norm, layers, axis_name)
+  leaves = _layer_arguments.Leaves(method, exclude, _bias_or_norm, layers, axis_name)
   numbers = (trust_coefficient, weight_decay, eps, clip, clip_ratio)
   return _scale_by_trust_ratio(leaves, *numbers, weight_decay_mask)
 
@@ -234,7 +234,7 @@ def lars(
   _checks.check_bool("clip_ratio", clip_ratio)
   if momentum is not None:
     _checks.check_number("momentum", momentum, minimum=0.0, below=1.0)
-  leaves = _leaves.Leaves("lars", exclude, _bias_or_norm, layers, axis_name)
+  leaves = _layer_arguments.Leaves("lars", exclude, _bias_or_norm, layers, axis_name)
   numbers = (trust_coefficient, weight_decay, eps, clip, learning_rate if clip_ratio else None)
   ratio = _scale_by_trust_ratio(leaves, *numbers, weight_decay_mask, widen_updates=True)
   descent = optax.scale_by_learning_rate(learning_rate)
@@ -271,7 +271,7 @@ def _bias_or_norm(leaves: list[_layer_axes.Leaf]) -> list[bool]:
 
 
 def _scale_by_trust_ratio(
-  leaves: _leaves.Leaves,
+  leaves: _layer_arguments.Leaves,
   eta: jax.typing.ArrayLike,
   weight_decay: jax.typing.ArrayLike,
   eps: jax.typing.ArrayLike,

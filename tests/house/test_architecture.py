@@ -41,7 +41,7 @@ ROOMS = {
   **dict.fromkeys(FLAX, _TOP),
 }
 # Rooms whose parts never import each other, but for what they share.
-APART = {"_methods": {"_leaves"}, "_wrappers": set()}
+APART = {"_methods": {"_layer_arguments"}, "_wrappers": set()}
 # Rooms whose docstring lists the modules in an order: each may import those before it.
 ORDERED = ("_foundation", "_trace", "_form", "_train_step", "_levels", "_race", "nnx", "linen")
 

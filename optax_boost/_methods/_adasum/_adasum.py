@@ -10,7 +10,7 @@ import optax
 
 from optax_boost._form import _protocol, _transformation
 from optax_boost._foundation import _arrays, _mesh_axes, _paths, _patterns, _tree_checks, _types
-from optax_boost._methods import _leaves
+from optax_boost._methods import _layer_arguments
 from optax_boost._methods._adasum import _layers, _reduction
 from optax_boost._trace import _layer_axes
 
@@ -167,7 +167,7 @@ def adasum(
   if len({*axes, *local_axes, *shard_axes}) < sum(map(len, every_axis)):
     raise ValueError(f"`adasum` needs different axes for its three arguments; got {names}.")
   patterns = _check_groups(groups)
-  factory_layers = _leaves.check_layers(layers)
+  factory_layers = _layer_arguments.check_layers(layers)
 
   def init(params: optax.Params) -> AdasumState:
     _group_numbers(_paths.leaf_paths(params), patterns)
@@ -182,11 +182,11 @@ def adasum(
   ) -> tuple[optax.Updates, AdasumState]:
     for argument, value in names.items():
       _mesh_axes.require_axis(argument, value, "adasum", optional=argument != "axis_name")
-    layer_axes = _leaves.choose_layers(factory_layers, layers)
+    layer_axes = _layer_arguments.choose_layers(factory_layers, layers)
     paths, single_layers, join = _layers.split_layers(updates, layer_axes)
     if not single_layers:
       return updates, state
-    _leaves.warn_of_unknown_axes("adasum", _layer_axes.leaves_of(updates), layer_axes)
+    _layer_arguments.warn_of_unknown_axes("adasum", _layer_axes.leaves_of(updates), layer_axes)
     check_not_summed(single_layers, axes + local_axes)
     outputs, orthogonality, notfinite = _reduction.reduce_over_devices(
       single_layers, _group_numbers(paths, patterns), axes, local_axes, shard_axes

@@ -18,7 +18,7 @@ from optax_boost._foundation import (
   _trees,
   _types,
 )
-from optax_boost._methods import _leaves
+from optax_boost._methods import _layer_arguments
 from optax_boost._trace import _layer_axes
 
 
@@ -77,7 +77,7 @@ class Layouts:
     exclude: _types.LeafSelector = None,
   ) -> None:
     _checks.check_name("layout", layout, ("flax", "torch"))
-    self._method, self._layers = method, _leaves.check_layers(layers)
+    self._method, self._layers = method, _layer_arguments.check_layers(layers)
 
     def layout_of(leaf: _layer_axes.Leaf, excluded: bool) -> Layout:
       vector = len(leaf.axes_of_layer) <= 1 or _leaf_names.is_bias_or_norm(leaf.path)
@@ -88,7 +88,7 @@ class Layouts:
       excluded = _selectors.select(tree, exclude, "exclude")
       leaves = _layer_axes.leaves_of(tree, layers)
       permuted = [leaf for leaf, skip in zip(leaves, excluded, strict=True) if not skip]
-      _leaves.warn_of_unknown_axes(method, permuted, layers)
+      _layer_arguments.warn_of_unknown_axes(method, permuted, layers)
       return list(map(layout_of, leaves, excluded))
 
     self._layouts = _trees.once_per_tree(layouts)
@@ -115,7 +115,8 @@ class Layouts:
 
     ValueError if the state has `permuted_params` of other shapes.
     """
-    layouts: list[Layout] = self._layouts(params, _leaves.choose_layers(self._layers, layers))
+    layer_axes = _layer_arguments.choose_layers(self._layers, layers)
+    layouts: list[Layout] = self._layouts(params, layer_axes)
     shapes = [lay.shape for lay in layouts if not lay.excluded]
     state_shapes = [jnp.shape(x) for x in jax.tree.leaves(permuted_params)]
     _state_check.check_shapes(self._method, state_shapes, shapes)
