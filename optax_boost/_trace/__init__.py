@@ -1,9 +1,10 @@
 """Reads a traced loss: the axes of its params, their order, and groups of layers.
 
 Methods that act layer by layer must know where a layer begins: LARS takes a norm of each layer,
-centralization a mean over the inputs of each output, and freezing stops the first layers. Names and
-shapes do not tell, but the program of the loss does. The analyses trace the loss, and follow each
-leaf of the params to the equations in which it meets data. Nothing is computed.
+centralization a mean over the inputs of each output, and freezing stops the first layers. The names
+and shapes of params do not tell where a layer begins, but the program of the loss does. The
+analyses trace the loss, and follow each leaf of the params to the equations in which it meets data.
+They compute no arrays.
 
 Terms, each for one thing:
 
@@ -13,8 +14,8 @@ Terms, each for one thing:
   use         an equation in which a leaf meets data: ``dot_general`` of data and a kernel.
   axis map    for a value computed from one leaf, the leaf's axis along each of its dimensions.
   fan-in      the axes of a leaf that its first use sums over: the inputs of an output.
-  stacked     the axes along which a leaf holds one kernel, bias or scale after the other.
-  layer       one slice of a leaf along its stacked axes; a leaf without these is one layer.
+  stacked     the axes along which a leaf holds several kernels, biases or scales.
+  layer       one slice of a leaf along its stacked axes; a leaf without stacked axes is one layer.
   block       leaves, and layers of stacked leaves, that are always in the same group.
   group       some blocks in a row. The first groups can be frozen.
 
@@ -39,7 +40,7 @@ An example. The loss scans over two layers, whose kernels are one leaf, and has 
 
 *From the jaxpr to uses.* ``LeafUses`` interprets the program. In place of arrays it computes with
 abstract values, which tell whether data went into them and which axes of a leaf run along their
-dimensions. The body of the scan gets one slice of ``hidden`` after the other:
+dimensions. Each step of the scan gets one slice of ``hidden``:
 
         x [4, 8]                  hidden [2, 8, 8]            head [8, 3]
         data                       axes   0  1  2             axes  0  1
@@ -72,7 +73,7 @@ dimensions. The body of the scan gets one slice of ``hidden`` after the other:
 >>> head_use.leaf, head_use.kind.name, set(head_use.fan_in), set(head_use.stacked)
 (0, 'CONTRACTED', {0}, set())
 
-*From uses to axes.* The first use that tells a leaf's axes decides on them:
+*From uses to axes.* The first use that tells the roles of a leaf's axes decides on the roles:
 
 >>> from optax_boost._trace import _layer_axes
 >>> described = _layer_axes.layer_axes(loss_fn, params, jnp.ones((4, 8)))
@@ -99,16 +100,16 @@ The modules, each of which imports those before it:
   _jaxpr          an interpreter of jaxprs that enters scans, conditionals and calls; analyses are
                   its subclasses
   _axis_map       axis maps
-  _losses         traces of loss functions, and which of their arguments are data
+  _losses         traces of loss functions, and which arguments of a loss are data
   _primitives     ``RULES``: how each primitive moves axis maps. If a primitive has no rule, the
-                  axes of the leaves that enter it are unknown, and methods warn of it
+                  axes of the leaves that enter the primitive are unknown, and methods warn
   _leaf_uses      the interpreter that finds uses, and scans over layers
-  _layer_axes     ``layer_axes``: what the uses tell of each leaf
-  _flow           which leaves are upstream of a leaf: the data that it meets went through them
+  _layer_axes     ``layer_axes``: the axes of each leaf, as its uses tell
+  _flow           which leaves are upstream of a leaf: used to compute the data that the leaf meets
   _traced_leaves  the leaves of a traced loss, their uses, and which leaves follow which
   _series         series of modules or of a scan's steps, found or selected by patterns
   _blocks         blocks: the outermost series, the layers of a chain, or what patterns select
-  _position_tables  tables of learned positions, of which windows of a sequence read fewer entries
+  _position_tables  finds the tables of learned positions
   _layer_groups   ``layer_groups``: groups of blocks, and the group of each leaf or layer
   _frozen_scans   evaluates a loss with frozen layers in its scans
 """

@@ -18,13 +18,14 @@ NO_AXIS = -1
 
 
 class SubAxis(NamedTuple):
-  """A part of an axis of a leaf, or a part of a dimension along which no axis runs (`NO_AXIS`)."""
+  """A part of a leaf's axis, or, with axis `NO_AXIS`, of a dimension along which no axis runs."""
 
   axis: int
   size: int
 
 
-# Its sub-axes, the outermost first; the product of their sizes is the size of the dimension.
+# The sub-axes that run along a dimension of a value, the outermost first. The size of the dimension
+# is the product of their sizes.
 Dimension: TypeAlias = tuple[SubAxis, ...]
 
 
@@ -34,10 +35,11 @@ class AxisMap(NamedTuple):
   Attributes:
     leaf: the number of the leaf.
     dims: the dimensions of the value.
-    sliced: the axes of which the value is one slice, taken by a scan or an index.
-    gathered: the axes of which the value is one slice, chosen by data.
-    contracted: the axes that a product with other params, or with constants, summed over.
-    has_inputs: whether the leaf was the kernel of such a product, which told its inputs.
+    sliced: the axes along which the value is one slice of the leaf, taken by a scan or an index.
+    gathered: the axes along which the value is one slice of the leaf, chosen by data.
+    contracted: the axes that a product with other params, or with constants, has summed over.
+    has_inputs: whether the leaf was the kernel in a product with other params or constants, so that
+      `contracted` are its inputs.
   """
 
   leaf: int
@@ -48,27 +50,33 @@ class AxisMap(NamedTuple):
   has_inputs: bool = False
 
   def axes(self, dims: Iterable[int] | None = None) -> frozenset[int]:
-    """The leaf's axes that run along the dimensions `dims`; None: along any dimension."""
+    """Returns the leaf's axes that run along the dimensions `dims` (None: along any dimension)."""
     chosen = self.dims if dims is None else [self.dims[i] for i in dims]
     return frozenset(part.axis for dim in chosen for part in dim if part.axis != NO_AXIS)
 
   def first_slice(self) -> "AxisMap":
-    """The map of one slice along the first dimension, as the body of a scan gets it."""
+    """Returns the map of one slice along the first dimension, as a step of a scan gets it."""
     return self._replace(dims=self.dims[1:], sliced=self.sliced | self.axes([0]))
 
   def stack(self) -> "AxisMap":
-    """The map after a scan stacked such values along a new first dimension."""
+    """Returns the map of a scan's output, which stacks values along a new first dimension."""
     return self._replace(dims=((), *self.dims))
 
   def slice_along(self, dims: Iterable[int], by_data: bool) -> "AxisMap":
-    """The map of a slice along some dimensions, chosen by data or by the program; keeps `dims`."""
+    """Notes that a slice along the dimensions `dims` was taken; returns a map with equal `dims`.
+
+    `by_data` tells whether data, not the program, chose the slice.
+    """
     axes = self.axes(dims)
     if by_data:
       return self._replace(gathered=self.gathered | axes)
     return self._replace(sliced=self.sliced | axes)
 
   def resize(self, shape: Sequence[int], by_data: bool) -> "AxisMap | None":
-    """The map after slicing or padding to a shape; None for another rank. One entry is a slice."""
+    """Returns the map after slicing or padding to a shape; None if the shape has another rank.
+
+    Along a dimension, a result of one entry counts as a slice, and so does any that data chose.
+    """
     if not self.dims:
       return self._replace(dims=tuple(map(no_axis, shape)))
     if len(self.dims) != len(shape):
@@ -84,33 +92,33 @@ class AxisMap(NamedTuple):
     return self.slice_along(chosen, by_data)._replace(dims=tuple(dims))
 
   def reshape(self, order: Sequence[int], shape: Sequence[int]) -> "AxisMap | None":
-    """The map after a transpose and a reshape; None if that splits a sub-axis unevenly."""
+    """Returns the map after a transpose and a reshape, or None if a sub-axis is split unevenly."""
     dims = _split_and_merge([part for i in order for part in self.dims[i]], shape)
     return None if dims is None else self._replace(dims=dims)
 
 
 def identity(leaf: int, shape: Sequence[int]) -> AxisMap:
-  """The map of a leaf onto its own dimensions."""
+  """Returns the map of the leaf itself: axis i runs along dimension i."""
   return AxisMap(leaf, tuple((SubAxis(axis, size),) for axis, size in enumerate(shape)))
 
 
 def no_axis(size: int) -> Dimension:
-  """A dimension along which no axis runs."""
+  """Returns a dimension of this size along which no axis runs."""
   return (SubAxis(NO_AXIS, size),)
 
 
 def is_axis(dim: Dimension, shape: Sequence[int]) -> bool:
-  """Whether a whole axis of a leaf with this shape, and nothing else, runs along a dimension."""
+  """Returns whether exactly one whole axis of a leaf of this shape runs along a dimension."""
   return len(dim) == 1 and dim[0].axis != NO_AXIS and dim[0].size == shape[dim[0].axis]
 
 
 def size_of(dim: Dimension) -> int:
-  """The size of a dimension."""
+  """Returns the size of a dimension."""
   return math.prod(part.size for part in dim)
 
 
 def _split_and_merge(parts: list[SubAxis], shape: Sequence[int]) -> tuple[Dimension, ...] | None:
-  """Distributes sub-axes over the dimensions of a shape; None if one does not divide evenly."""
+  """Returns a shape's dimensions, made of sub-axes in order; None if they do not divide evenly."""
   if 0 in shape:
     return None
   remaining = parts[::-1]

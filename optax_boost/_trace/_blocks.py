@@ -1,8 +1,8 @@
-"""The blocks of a model, of which groups of layers are made.
+"""The blocks of a model, from which groups of layers are made.
 
-A *block* is a set of leaves, or of layers of leaves, that a group takes whole: a module that the
-model repeats, a step of a scan over layers, or the leaves before or after these. A leaf is in one
-block; if a scan slices the leaf, each of its layers is in one.
+A *block* is a set of leaves, or of layers of leaves, that are in the same group: a module that the
+model repeats, a step of a scan over layers, or the leaves that the loss uses before or after these.
+A leaf is in one block; if a scan slices the leaf, each layer of the leaf is in one block.
 
 Blocks in a row are a *series* (``_series``). If a model has several outermost series, or neither a
 series nor a chain of layers, :class:`Unclear` names patterns among which the user must choose.
@@ -19,17 +19,17 @@ from optax_boost._trace import _leaf_uses, _series, _traced_leaves
 
 
 class Unclear(Exception):
-  """The trace does not decide on the blocks; the text tells what to pass."""
+  """The trace does not decide which the blocks are; the message tells which argument to pass."""
 
 
 class Blocks(NamedTuple):
   """The blocks of a model.
 
   Attributes:
-    by_leaf: for each leaf that the loss uses, the number of its block, or of each layer's block if
-      a scan slices the leaf.
+    by_leaf: for each leaf that the loss uses, a list with the number of its block, or, if a scan
+      slices the leaf, the number of each layer's block.
     num_blocks: the number of blocks.
-    origin: a line for ``print``, which tells what became blocks, and how to choose other blocks.
+    origin: a line for ``print``, which tells what the blocks are, and how to choose other blocks.
   """
 
   by_leaf: dict[int, list[int]]
@@ -38,9 +38,10 @@ class Blocks(NamedTuple):
 
 
 def blocks_by_default(model: _traced_leaves.Model, num_groups: int | None = None) -> Blocks:
-  """The blocks of the outermost series, or of a plain chain of layers; raises :class:`Unclear`.
+  """Returns the blocks of the outermost series, or of a plain chain of layers.
 
-  If `num_groups` is given, layers side by side form one block, so that no group ends between them.
+  If there is neither, but `num_groups` is given, layers side by side form a block, so that no group
+  ends between them. Raises :class:`Unclear` if the blocks can't be told.
   """
   every, outermost = _series.find_series(model)
   if not outermost:
@@ -66,13 +67,13 @@ def blocks_by_default(model: _traced_leaves.Model, num_groups: int | None = None
 
 
 def blocks_of_layers(model: _traced_leaves.Model) -> Blocks:
-  """The smallest blocks: a kernel with its bias and normalization, or a step of a scan."""
+  """Returns the smallest blocks: a kernel with its bias and normalization, or a step of a scan."""
   origin = 'blocks: each layer, for want of larger ones; for others pass blocks="..."'
   return _blocks_of_layers(model, _find_layers(model), origin)
 
 
 def blocks_of_patterns(model: _traced_leaves.Model, patterns: Sequence[str]) -> Blocks:
-  """The blocks of the series that patterns select, one series for each pattern, side by side."""
+  """Returns the blocks of series side by side; each pattern selects one series."""
   towers = [_series.select(model, pattern) for pattern in patterns]
   seen: dict[int, str] = {}
   for tower in towers:
@@ -101,7 +102,7 @@ def check_patterns(blocks: _types.Unchecked) -> tuple[str, ...]:
 
 
 def _is_finer(model: _traced_leaves.Model, inner: _series.Series, outer: _series.Series) -> bool:
-  """Whether a series divides most of the kernels of another series into more blocks."""
+  """Returns whether `inner` divides most of the kernels of `outer` into more blocks."""
   kernels = [len(series.leaves.intersection(model.kernels)) for series in (inner, outer)]
   return inner.length > outer.length and 2 * kernels[0] > kernels[1]
 
@@ -112,7 +113,7 @@ def _describe(series: _series.Series) -> str:
 
 
 def _ask_which_series(model: _traced_leaves.Model, outermost: list[_series.Series]) -> str:
-  """The message for a model with several series, with code for each choice."""
+  """Returns the message for a model with several series, with code for each choice."""
   patterns = [series.pattern for series in outermost]
   beside = ", ".join(map(_series.quoted, patterns))
   chain = "|".join(patterns)
@@ -131,7 +132,7 @@ def _ask_which_series(model: _traced_leaves.Model, outermost: list[_series.Serie
 
 
 def _ask_for_blocks(model: _traced_leaves.Model) -> str:
-  """The message for a model without a series, with code for possible choices."""
+  """Returns the message for a model without a series, with code for possible choices."""
   top = model.top_modules()
   large = [m for m, leaves in top.items() if len(set(leaves).intersection(model.kernels)) > 1]
   answers = []
@@ -153,9 +154,9 @@ def _ask_for_blocks(model: _traced_leaves.Model) -> str:
 
 
 def _place(model: _traced_leaves.Model, towers: Sequence[_series.Series], origin: str) -> Blocks:
-  """Numbers the blocks of series side by side, so that all series end with the same number.
+  """Returns the blocks of series side by side, numbered so that all series end with one number.
 
-  Leaves outside of the series are placed by :func:`_place_beside`.
+  :func:`_place_beside` numbers the blocks of the leaves that are in no series.
   """
   depth = max(tower.length for tower in towers)
   places: dict[int, list[int]] = {}
@@ -181,11 +182,12 @@ def _place_beside(
   leaf: int,
   after_all: int,
 ) -> int:
-  """The place of a leaf that is in no series; -1 is before all blocks, `after_all` after them.
+  """Returns the place of a leaf that is in no series: -1 before all blocks, or up to `after_all`.
 
-  A leaf that all steps of a scan use is with the first step. Another leaf is after all blocks if no
-  block follows it, else with the last block upstream of it, else at the first block that follows
-  it: before that block if it begins a series, else with it.
+  A leaf that all steps of a scan use has the place of the first step. Another leaf is after all
+  blocks if no block gets data from the leaf. Else it has the place of the last block from which the
+  leaf gets data. Else it has the place of the first block that gets data from the leaf, or, if the
+  loss uses the leaf before a block that begins a series, the place before this block.
   """
   upstream = model.flow.upstream[leaf]
   before = [(place, part) for place, part, _ in parts if not upstream.isdisjoint(part.leaves)]
@@ -204,7 +206,7 @@ def _place_beside(
 
 
 def _shared(model: _traced_leaves.Model, scan: _leaf_uses.LayerScan) -> set[int]:
-  """The leaves that all steps of a scan use: its constants, and leaves first used inside of it."""
+  """Returns the leaves that all steps of a scan use: constants, and leaves first used inside."""
   order = list(model.order)
   positions = [model.order[i] for i in scan.axis_of if i in model.order]
   between = order[min(positions) : max(positions)] if positions else []
@@ -213,7 +215,7 @@ def _shared(model: _traced_leaves.Model, scan: _leaf_uses.LayerScan) -> set[int]
 
 
 def reused(model: _traced_leaves.Model, blocks_of_leaf: Mapping[int, list[int]]) -> set[int]:
-  """The leaves that all steps of a scan use, or that are used again after a later block."""
+  """Returns the leaves that all steps of a scan use, or that are used again after a later block."""
   furthest = 0
   seen: set[int] = set()
   again = set[int]().union(*(_shared(model, scan) for scan in model.scans))
@@ -227,7 +229,7 @@ def reused(model: _traced_leaves.Model, blocks_of_leaf: Mapping[int, list[int]])
 
 
 def _find_layers(model: _traced_leaves.Model) -> list[_traced_leaves.Part]:
-  """The layers, by first use: kernels, recurrences and scans."""
+  """Returns the layers, by first use: kernels, recurrences and scans."""
   scanned = {leaf for scan in model.layer_scans for leaf in scan.axis_of}
   layers: list[set[int]] = []
   for kernel in [i for i in model.kernels if i not in scanned]:
@@ -245,14 +247,14 @@ def _find_layers(model: _traced_leaves.Model) -> list[_traced_leaves.Part]:
 
 
 def _recur(model: _traced_leaves.Model, first: int, second: int) -> bool:
-  """Whether two leaves are in one recurrence: in one loop, or each upstream of both."""
+  """Returns whether two leaves are in one recurrence: in one loop, or each upstream of both."""
   ever = model.flow.ever_upstream
   pair = {first, second}
   return pair <= ever[first] & ever[second] or any(pair <= loop for loop in model.flow.recurrent)
 
 
 def _are_chained(model: _traced_leaves.Model, layers: list[_traced_leaves.Part]) -> bool:
-  """Whether each layer follows the layer before it; a single layer must be a single kernel."""
+  """Returns whether each layer follows the layer before it; a single layer must be one kernel."""
   if len(layers) == 1 and layers[0].scan is None:
     return len(layers[0].leaves.intersection(model.kernels)) == 1
   return all(model.follows(b.leaves, a.leaves) for a, b in itertools.pairwise(layers))
@@ -261,7 +263,7 @@ def _are_chained(model: _traced_leaves.Model, layers: list[_traced_leaves.Part])
 def _join_modules(
   model: _traced_leaves.Model, layers: list[_traced_leaves.Part]
 ) -> list[_traced_leaves.Part]:
-  """Joins the layers of each innermost module, such as the two factors of an adapter."""
+  """Returns layers in which those of an innermost module are one, such as an adapter's factors."""
   joined: dict[str, _traced_leaves.Part] = {}
   for number, layer in enumerate(layers):
     modules = {model.leaves[leaf].path.rpartition("/")[0] for leaf in layer.leaves}
@@ -275,7 +277,7 @@ def _join_modules(
 def _join_parallel(
   model: _traced_leaves.Model, layers: list[_traced_leaves.Part]
 ) -> list[_traced_leaves.Part]:
-  """Joins layers side by side, so that each layer follows all layers before it."""
+  """Returns layers in which those side by side are one, so that each follows all before it."""
   follows = [{k for k, a in enumerate(layers) if model.follows(b.leaves, a.leaves)} for b in layers]
   joined: list[_traced_leaves.Part] = []
   for number, layer in enumerate(layers):
@@ -289,10 +291,10 @@ def _join_parallel(
 def _blocks_of_layers(
   model: _traced_leaves.Model, layers: list[_traced_leaves.Part], origin: str
 ) -> Blocks:
-  """Makes a block of each layer, and one of the tables that are used before all layers.
+  """Returns a block for each layer, and, before them, a block of the tables used before all layers.
 
-  Another leaf, such as a bias, joins the only layer of its innermost module, else the layer that is
-  used last before it, or the first layer.
+  Another leaf, such as a bias, joins the only layer of its innermost module. Without such a layer,
+  it joins the last layer that is used before the leaf, or the first layer.
   """
   by_leaf: dict[int, list[int]] = {}
   layers_of: dict[str, set[int]] = {}
@@ -330,6 +332,6 @@ def _blocks_of_layers(
 
 
 def _modules_around(path: str) -> list[str]:
-  """The modules around the innermost module of a leaf, the root included."""
+  """Returns the paths of the modules around the innermost module of a leaf, from the root on."""
   names = path.split("/")[:-1]
   return ["/".join(names[:end]) for end in range(len(names))]

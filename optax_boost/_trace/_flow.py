@@ -1,8 +1,7 @@
-"""The flow of data through the leaves: which leaves are upstream of which.
+"""The flow of data through the leaves: which leaves are upstream of which leaves.
 
-The order in which a program uses leaves does not tell whether they follow each other or are side by
-side: a program uses two towers one after the other. The data tell. Leaf A is *upstream* of leaf B
-if the data that B meets were computed with A.
+Leaf A is *upstream* of leaf B if the data that B meets were computed with A. The order in which a
+program uses A and B does not tell this: a program uses two parallel towers one after the other.
 
 >>> import jax, jax.numpy as jnp
 >>> def loss_fn(params, x):
@@ -32,8 +31,9 @@ class Flow(NamedTuple):
 
   Attributes:
     upstream: for each leaf, the leaves upstream of its first use, in a loop's first iteration.
-    ever_upstream: for each leaf, the leaves upstream of any of its uses, in any iteration.
-    recurrent: for each loop whose iterations depend on each other, the leaves that all of them use.
+    ever_upstream: for each leaf, the leaves upstream of any of its uses, in any loop iteration.
+    recurrent: for each loop whose iterations depend on each other, the leaves that every iteration
+      uses.
   """
 
   upstream: tuple[frozenset[int], ...]
@@ -42,13 +42,13 @@ class Flow(NamedTuple):
 
 
 class _Value(NamedTuple):
-  """The abstract value of a variable; sets of leaves are bits of an integer.
+  """The abstract value of a variable. In a set of leaves, bit i of an integer stands for leaf i.
 
   Attributes:
-    is_data: whether it was computed from data.
-    met_leaves: the leaves that met data in its computation.
-    unmet_leaves: the leaves that it was computed from, and that have not met data.
-    is_penalty: whether it is a number that sums up params, as a weight decay does.
+    is_data: whether the variable was computed from data.
+    met_leaves: the leaves that met data in the computation of the variable.
+    unmet_leaves: the leaves that the variable was computed from, and that have not met data.
+    is_penalty: whether the variable is a scalar that sums up params, as a weight decay does.
   """
 
   is_data: bool = False
@@ -58,7 +58,7 @@ class _Value(NamedTuple):
 
 
 def trace_flow(program: _types.Jaxpr, num_leaves: int, data: Sequence[bool | None]) -> Flow:
-  """Finds the leaves upstream of each leaf; the leaves are the first arguments of the program.
+  """Returns the leaves upstream of each leaf; the leaves are the first arguments of the program.
 
   `data` flags the other arguments: True for data, None for constants.
   """

@@ -1,11 +1,11 @@
 """Evaluates a loss in whose scans some layers are frozen, so that JAX skips their backward pass.
 
-A leaf of which some layers are frozen enters the program as a *split array*: parts along the axis
-of the layers, of which the frozen ones went through ``stop_gradient``. A scan that slices the leaf
-is computed as one scan for each part. JAX drops the backward pass of a part into which no trained
-param enters. The results stay the same: if a trained param enters a part through constants or the
-carry, JAX keeps the backward pass. Equations that can be computed part by part return split arrays;
-all others get the concatenated leaf.
+A leaf of which some layers are frozen enters the program as a *split array*: the leaf cut into
+parts along the axis of the layers, with ``stop_gradient`` around the frozen parts. A scan that
+slices the leaf is computed as one scan for each part. JAX leaves out the backward pass of a scan
+that no trained param enters. If a trained param enters through constants or the carry, JAX keeps
+the backward pass, so the gradients stay the same. An equation that can be computed part by part
+returns a split array; every other equation gets the concatenated leaf.
 """
 
 from collections.abc import Sequence
@@ -25,14 +25,14 @@ from optax_boost._trace import _axis_map, _jaxpr, _primitives
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _SplitArray:
-  """An array in parts along an axis; the frozen parts have no derivative."""
+  """An array that is cut into parts along an axis."""
 
   arrays: tuple[jax.Array, ...]
   axis: int = dataclasses.field(metadata={"static": True})
 
   @property
   def bounds(self) -> tuple[int, ...]:
-    """Where the parts start and end."""
+    """Returns the indices along the axis at which the parts start and end."""
     return (0, *itertools.accumulate(part.shape[self.axis] for part in self.arrays))
 
 
@@ -40,9 +40,10 @@ _Splittable: TypeAlias = jax.Array | _SplitArray
 
 
 def split_frozen(stopped: jax.Array, leaf: jax.Array, frozen: bool | np.ndarray) -> _Splittable:
-  """Takes the layers of a leaf that are `frozen` from `stopped`; `frozen` broadcasts to the leaf.
+  """Returns a leaf, an argument of :func:`evaluate`, whose frozen layers have no derivative.
 
-  `stopped` is ``stop_gradient`` of the leaf. The result is an argument of :func:`evaluate`.
+  `stopped` is ``stop_gradient`` of the leaf. `frozen` is a bool, or an array of bools along the
+  axis of the layers. If only some layers are frozen, the result is a split array.
   """
   if np.all(frozen) or not np.any(frozen):
     return stopped if np.all(frozen) else leaf
@@ -54,14 +55,17 @@ def split_frozen(stopped: jax.Array, leaf: jax.Array, frozen: bool | np.ndarray)
 
 
 def evaluate(program: _types.Jaxpr, arguments: Sequence[_Splittable]) -> list[jax.Array]:
-  """Computes the results of a program; some of its arguments may be split arrays."""
+  """Computes the results of a program; some of the arguments may be split arrays."""
   if not any(isinstance(argument, _SplitArray) for argument in arguments):
     return jax_core.jaxpr_as_fun(program)(*arguments)
   return _concatenate_all(_SplitScans().run(program, arguments), program.jaxpr.outvars)
 
 
 def _split(value: _Splittable, axis: int, bounds: Sequence[int]) -> tuple[jax.Array, ...]:
-  """Splits a value at bounds along an axis; if it is split already, at these bounds too."""
+  """Returns the parts of a value between `bounds` along an axis, also of a split array.
+
+  `bounds` include both ends, and the bounds of an array that is split along the same axis.
+  """
   if isinstance(value, _SplitArray) and value.axis == axis:
     return tuple(
       part
@@ -82,7 +86,7 @@ def _concatenate(value: _Splittable) -> jax.Array:
 def _concatenate_all(
   values: Sequence[_Splittable], variables: Sequence[_types.Atom]
 ) -> list[jax.Array]:
-  """Concatenates split arrays and shards them as their variables are sharded."""
+  """Returns values in which split arrays are concatenated, with the variables' shardings."""
   return [
     _placement.place_by(_concatenate(value), variable.aval.sharding)
     if isinstance(value, _SplitArray)
@@ -94,7 +98,7 @@ def _concatenate_all(
 def _compute_part(
   equation: _types.Equation, values: Sequence[jax.Array], axis: int, size: int
 ) -> jax.Array:
-  """Computes a part of an equation's result, with `size` entries along `axis`."""
+  """Computes the part of an equation's result that has `size` entries along `axis`."""
   name, settings = equation.primitive.name, dict(equation.params)
   for key, value in equation.params.items():
     if isinstance(value, jax.sharding.NamedSharding):
@@ -111,7 +115,7 @@ def _compute_part(
 
 
 def _aligned_axes(equation: _types.Equation, operand: int) -> tuple[int | None, ...]:
-  """For each axis of the result, the operand's axis that runs along it, or None.
+  """Returns for each axis of an equation's result the operand's axis that runs along it, or None.
 
   Returns ``()`` if the equation can't be computed part by part.
   """
@@ -140,14 +144,19 @@ class _SplitScans(_jaxpr.Evaluator[_Splittable]):
       return self._scan(equation, inputs)
     operands = range(len(inputs))
     if _primitives.rule_of(equation).is_identity:
-      # XLA 26: one barrier for each operand: all results of a barrier are differentiated if one is.
+      # XLA 26: each operand gets a separate barrier, since JAX differentiates all results of a
+      # barrier if it differentiates one.
       return [self._result(equation, {i: inputs[i]}) for i in operands]
     if any(_aligned_axes(equation, i) for i in operands if isinstance(inputs[i], _SplitArray)):
       return [self._result(equation, dict(enumerate(inputs)))]
     return self.bind(equation, _concatenate_all(inputs, equation.invars))
 
   def _result(self, equation: _types.Equation, operands: dict[int, _Splittable]) -> _Splittable:
-    """Computes an equation's result, part by part if the split axis runs along the result."""
+    """Computes the result of an equation whose operands may be split arrays.
+
+    If the result has the axis along which the first split operand is split, the method computes the
+    result part by part and returns a split array. Else it concatenates the operands first.
+    """
     cut = {i: value for i, value in operands.items() if isinstance(value, _SplitArray)}
     orders = [(_aligned_axes(equation, i), value.axis) for i, value in cut.items()]
     if not orders or orders[0][1] not in orders[0][0]:
@@ -169,7 +178,7 @@ class _SplitScans(_jaxpr.Evaluator[_Splittable]):
     return _SplitArray(tuple(parts), result_axis)
 
   def _scan(self, equation: _types.Equation, inputs: list[_Splittable]) -> list[_Splittable]:
-    """Computes a scan as one scan for each part of the arrays that it slices."""
+    """Computes the results of a scan, as one scan for each part of the arrays that it slices."""
     settings = equation.params
     consts, carries = _jaxpr.scan_operands(equation)
     shared, between = inputs[:consts], slice(consts, consts + carries)

@@ -2,11 +2,11 @@
 
 JAX traces a function to a *jaxpr*: a list of equations, each of which applies a *primitive* to some
 variables and defines others. :class:`Interpreter` walks over the equations and computes a value for
-each variable: an array, a number, a set of leaves, or whatever the analysis is about. A subclass
-defines how the values of an equation's results follow from those of its operands. The interpreter
-enters the programs inside equations: scans, while loops, conditionals and calls. A call (``jit``,
-``checkpoint``, custom derivatives, ``shard_map``, ...) is any equation with one program that has as
-many arguments and results as the equation.
+each variable: an array, a number, a set of leaves, or another value that an analysis needs. A
+subclass defines how the values of an equation's results follow from the values of its operands. The
+interpreter enters the programs inside equations: scans, while loops, conditionals and calls. A call
+(``jit``, ``checkpoint``, custom derivatives, ``shard_map``, ...) is any equation with one program
+that has as many arguments and results as the equation.
 
 For example, the length of the longest chain of products in a program:
 
@@ -42,9 +42,10 @@ _PLAIN_CALLS = ("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat"
 
 
 def uncached(function: Callable[..., Any]) -> Callable[..., Any]:
-  """Wraps a function so that JAX traces it again, and it warns again, instead of using its cache.
+  """Returns a new function that calls `function`, so that JAX traces it instead of using a cache.
 
-  The cached trace is outdated if a function that it calls was redefined in a notebook (XLA 25).
+  A cached trace repeats no warnings, and is outdated if a function that `function` calls was
+  redefined in a notebook (XLA 25).
   """
   return lambda *args: function(*args)
 
@@ -61,11 +62,11 @@ class Interpreter(Generic[_Value]):
     raise NotImplementedError
 
   def operation(self, equation: _types.Equation, inputs: list[_Value]) -> Sequence[_Value]:
-    """Returns the values of the results of an equation that is not entered."""
+    """Returns the values of an equation's results, for an equation without a program to enter."""
     raise NotImplementedError
 
   def join(self, values: Sequence[_Value]) -> _Value:
-    """Returns a value for a variable that has one of several values when the program runs."""
+    """Returns one value for a variable that, when the program runs, has one of several values."""
     raise NotImplementedError
 
   def run(self, program: _types.Program, arguments: Sequence[_Value]) -> list[_Value]:
@@ -106,7 +107,7 @@ class Interpreter(Generic[_Value]):
   def find_fixpoint(
     self, body: Callable[[list[_Value]], list[_Value]], inputs: list[_Value], carry: slice
   ) -> list[_Value]:
-    """Runs a loop's body with the join of all carries so far, until these no longer change."""
+    """Returns a loop's results: runs the body until the join of all carries no longer changes."""
     while True:
       outputs = body(inputs)
       # Results begin with the carries.
@@ -124,7 +125,8 @@ class Interpreter(Generic[_Value]):
 class Evaluator(Interpreter[_Value]):
   """Computes a program again, on values that are pytrees of arrays.
 
-  It enters plain calls only, since JAX must differentiate the other equations as they are.
+  An evaluator enters only plain calls, such as ``jit``. Scans and custom derivatives, for example,
+  stay whole equations, which JAX differentiates.
   """
 
   def run(self, program: _types.Program, arguments: Sequence[_Value]) -> list[_Value]:
@@ -137,7 +139,7 @@ class Evaluator(Interpreter[_Value]):
     return value
 
   def visit(self, equation: _types.Equation, inputs: list[_Value]) -> Sequence[_Value]:
-    """Enters plain calls; a call of ``jax.checkpoint`` stays checkpointed."""
+    """Computes an equation's results; enters plain calls, and checkpoints what was checkpointed."""
     program = _called_program(equation) if equation.primitive.name in _PLAIN_CALLS else None
     if program is None:
       return self.operation(equation, inputs)
@@ -148,7 +150,7 @@ class Evaluator(Interpreter[_Value]):
     return run(inputs)
 
   def bind(self, equation: _types.Equation, values: Sequence[Any]) -> list[Any]:
-    """Computes one equation."""
+    """Computes the results of one equation."""
     atoms = zip(equation.invars, values, strict=True)
     inputs = {atom: value for atom, value in atoms if not isinstance(atom, jax_core.Literal)}
     names = {"arg_names": ("",) * len(inputs), "result_paths": ("",) * len(equation.outvars)}
@@ -164,9 +166,10 @@ class Evaluator(Interpreter[_Value]):
 
 
 def scan_operands(equation: _types.Equation) -> tuple[int, int]:
-  """The numbers of constants and of carries among a scan's operands; the sliced arrays come last.
+  """Returns how many of a scan's operands are constants, and how many are carries.
 
-  They are read from the ranks, since JAX's names of the parameters differ between versions.
+  Constants come first, then carries, then sliced arrays. The function compares ranks, since the
+  names of the scan's parameters differ between versions of JAX.
   """
   body = equation.params["jaxpr"]
   body = getattr(body, "jaxpr", body)
@@ -180,7 +183,7 @@ def scan_operands(equation: _types.Equation) -> tuple[int, int]:
 
 
 def sub_jaxprs(equation: _types.Equation) -> Iterator[_types.Program]:
-  """The programs inside an equation."""
+  """Yields the programs inside an equation."""
   for setting in equation.params.values():
     for item in setting if isinstance(setting, list | tuple) else [setting]:
       if isinstance(item, jax_core.ClosedJaxpr | jax_core.Jaxpr):
@@ -188,7 +191,7 @@ def sub_jaxprs(equation: _types.Equation) -> Iterator[_types.Program]:
 
 
 def _called_program(equation: _types.Equation) -> _types.Program | None:
-  """The program that an equation calls, or None for other equations."""
+  """Returns the program that an equation calls, or None if the equation is not a call."""
   programs = list(sub_jaxprs(equation))
   if len(programs) != 1:
     return None

@@ -1,10 +1,11 @@
 """``layer_axes``: the role of each axis of the params, and the order in which a loss uses them.
 
-The equation in which a leaf first meets data tells its axes apart. The *fan-in* are the axes that a
-product sums over there, or in an earlier product of the kernel with its input (learned queries,
-noise or constants). *Stacked* axes are sliced by a scan, index one of many kernels, or run along
-kernels that each have separate data (``vmap``, experts); a *layer* is one slice along them. All
-other axes are *outputs*. An embedding has no fan-in, since data looks its rows up.
+The equation in which a leaf first meets data tells the roles of the leaf's axes. The *fan-in* are
+the axes that the equation, a product, sums over, or that an earlier product of the kernel with its
+input (learned queries, noise or constants) sums over. *Stacked* axes are sliced by a scan, index
+one of many kernels, or run along kernels that each have separate data (``vmap``, experts); a
+*layer* is one slice along the stacked axes. All other axes are *outputs*. An embedding has no
+fan-in, since data looks its rows up.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -27,7 +28,7 @@ class Axes(NamedTuple):
   """The roles of a leaf's axes; each axis is in one of the first three fields, in ascending order.
 
   Attributes:
-    fan_in: the axes that are summed over where the leaf first meets data, or its input.
+    fan_in: the axes that the product sums over in which the leaf first meets data, or its input.
     stacked: the axes along which the leaf holds layers or experts.
     outputs: all other axes.
     window: the axes of `fan_in` along which a convolution slides.
@@ -40,7 +41,7 @@ class Axes(NamedTuple):
 
   @property
   def mixes_inputs(self) -> bool:
-    """Whether each output has several inputs, unlike in embeddings and depthwise convolutions."""
+    """Returns whether each output has several inputs: no for embeddings and depthwise kernels."""
     return set(self.fan_in) > set(self.window)
 
 
@@ -51,11 +52,11 @@ class LayerAxes:
 
   Attributes:
     paths: the path of each leaf.
-    axes: the axes of each leaf; None if the loss does not tell them, or does not use the leaf.
+    axes: the axes of each leaf; None if the loss does not tell the axes, or does not use the leaf.
     uses: the numbers of the leaves in the order in which they meet data; a leaf that is used again
       is repeated.
     scans: the scans over layers, in the order of the program.
-    unknown_primitives: for each leaf without axes, the primitives without a rule that it went into.
+    unknown_primitives: for each leaf without axes, the primitives without a rule that it enters.
   """
 
   paths: tuple[str, ...]
@@ -76,7 +77,10 @@ class LayerAxes:
     return "\n".join(lines)
 
   def explain_unknown(self, paths: Collection[str]) -> str:
-    """A sentence for a warning about primitives that hide the axes of some leaves, or ``""``."""
+    """Returns a sentence for a warning about primitives that hide the axes of leaves `paths`.
+
+    Returns an empty string if no primitive hides axes of these leaves.
+    """
     hidden = {
       path: primitives
       for path, primitives in zip(self.paths, self.unknown_primitives, strict=True)
@@ -95,7 +99,7 @@ class LayerAxes:
 
 
 class DeferredLayerAxes:
-  """The :class:`LayerAxes` of a loss, which are computed when a method first asks for them."""
+  """The :class:`LayerAxes` of a loss; the first call of `describe` computes them."""
 
   def __init__(self, describe: Callable[[], LayerAxes]) -> None:
     self.describe = functools.cache(describe)
@@ -110,32 +114,35 @@ class Leaf(NamedTuple):
 
   @property
   def stacked(self) -> tuple[int, ...]:
-    """The axes along which the leaf holds layers."""
+    """Returns the axes along which the leaf holds layers."""
     return self.axes.stacked if self.axes is not None else ()
 
   @property
   def axes_of_layer(self) -> tuple[int, ...]:
-    """The axes of one layer: all axes that are not stacked."""
+    """Returns the axes of one layer: all axes that are not stacked."""
     return tuple(axis for axis in range(len(self.shape)) if axis not in self.stacked)
 
   @property
   def shape_of_layer(self) -> tuple[int, ...]:
-    """The shape of one layer."""
+    """Returns the shape of one layer."""
     return tuple(self.shape[axis] for axis in self.axes_of_layer)
 
   @property
   def stacked_shape(self) -> tuple[int, ...]:
-    """The sizes of the stacked axes; ``()`` for a leaf that is one layer."""
+    """Returns the sizes of the stacked axes; ``()`` for a leaf that is one layer."""
     return tuple(self.shape[axis] for axis in self.stacked)
 
   @property
   def num_layers(self) -> int:
-    """How many layers the leaf holds."""
+    """Returns the number of layers in the leaf."""
     return math.prod(self.stacked_shape)
 
 
 def fan_in(leaf: Leaf, layout: str) -> tuple[int, ...]:
-  """The fan-in of a leaf, as the loss tells it, else by the leaf's name and the layout."""
+  """Returns the fan-in of a leaf: from the loss, or else from the leaf's name and the layout.
+
+  `layout` is "torch" for kernels whose first axis is the outputs, as in PyTorch.
+  """
   if leaf.axes is not None and leaf.axes.fan_in:
     return leaf.axes.fan_in
   if layout == "torch":
@@ -145,9 +152,9 @@ def fan_in(leaf: Leaf, layout: str) -> tuple[int, ...]:
 
 
 def leaves_of(tree: _types.Tree, described: LayerAxes | None = None) -> list[Leaf]:
-  """The leaves of a tree, in the order of ``jax.tree.leaves``.
+  """Returns the leaves of a tree, in the order of ``jax.tree.leaves``, with axes from `described`.
 
-  A leaf has no axes if `described` lacks it, or describes another rank.
+  A leaf has no axes if `described` has no leaf of this path, or one of another rank.
   """
   by_path = dict(zip(described.paths, described.axes, strict=True)) if described is not None else {}
   leaves = []
@@ -161,16 +168,17 @@ def leaves_of(tree: _types.Tree, described: LayerAxes | None = None) -> list[Lea
 def layer_axes(loss_fn: _types.LossFn, params: optax.Params, *args: Any) -> LayerAxes:
   """Reads the axes of the params from a trace of the loss.
 
-  :func:`make_train_step` does this by itself. In a loop of your own, pass the result as `layers` to
-  the methods that take it. Nothing is computed; arrays may be abstract.
+  The step of :func:`make_train_step` reads the axes by itself. In your own training loop, pass the
+  result as `layers` to the methods that take it. The loss is traced, not computed, so arrays may be
+  abstract.
 
-  The operation in which a leaf first meets data tells its axes. The fan-in are the axes that a
-  matrix product or a convolution sums over. Axes that a scan slices, that index one of many
+  The operation in which a leaf first meets data tells the leaf's axes. The fan-in are the axes that
+  a matrix product or a convolution sums over. Axes that a scan slices, that index one of many
   kernels, or along which each kernel has separate data (``vmap``, experts) hold layers. All other
-  axes are outputs. An embedding has no fan-in, since its rows are looked up, nor has a leaf that is
-  named as a bias. If a kernel's input is not data (noise, constants, learned queries), the fan-in
-  is what their product sums over. If both are params, the second is the kernel, unless only the
-  first is named kernel or weight.
+  axes are outputs. An embedding has no fan-in, since its rows are looked up, and a leaf that is
+  named as a bias has none. If a kernel is multiplied with an input that is not data (noise,
+  constants, learned queries), the fan-in are the axes that this product sums over. If both operands
+  are params, the second is the kernel, unless only the first is named kernel or weight.
 
   Args:
     loss_fn: the loss, as ``loss_fn(params, *args)``; aux is ignored.
@@ -206,9 +214,9 @@ def describe(
 ) -> LayerAxes:
   """Describes the params of a traced loss, whose leaves are the program's first arguments.
 
-  `data` flags the other arguments: True for data, None for constants; all are data by default.
-  Scalars, then constants, then noise count as data only if all leaves would otherwise meet data in
-  one equation or nowhere.
+  `data` has a flag for each other argument: True for data, None for constants (by default True).
+  Scalars, then constants, then noise count as data, too, if else all leaves would meet data in a
+  single equation, or in none.
   """
   paths = _paths.leaf_paths(params)
   shapes = [variable.aval.shape for variable in program.jaxpr.invars]
@@ -251,9 +259,10 @@ def describe(
 def _by_narrowest_definition(
   analyze: Callable[[DataKind], _leaf_uses.Findings],
 ) -> _leaf_uses.Findings:
-  """The findings under the first definition by which leaves meet data in two or more equations.
+  """Returns the findings by the first definition of data that suffices.
 
-  If there is none, the findings under the first definition by which any leaf meets data.
+  By this definition, leaves meet data in two or more equations. If no definition suffices, returns
+  the findings by the first definition by which any leaf meets data.
   """
   candidates = []
   for definition in DataKind:
@@ -266,7 +275,7 @@ def _by_narrowest_definition(
 
 
 def _count_equations(findings: _leaf_uses.Findings) -> int:
-  """The number of equations in which a leaf meets data for the first time, without penalties."""
+  """Returns the number of equations, without penalties, in which a leaf first meets data."""
   first: dict[int, int] = {}
   for number, uses in enumerate(findings.uses):
     for use in uses:
@@ -276,7 +285,7 @@ def _count_equations(findings: _leaf_uses.Findings) -> int:
 
 
 def _order(findings: _leaf_uses.Findings) -> list[int]:
-  """The leaves in the order of their uses; leaves that only penalties use come last."""
+  """Returns the leaves in the order of their uses; leaves that only penalties use come last."""
   used: list[int] = []
   in_penalties: set[int] = set()
   for uses in findings.uses:
@@ -288,11 +297,15 @@ def _order(findings: _leaf_uses.Findings) -> list[int]:
 def _axes(
   uses: Sequence[_leaf_uses.Use], is_expert: bool, batch: frozenset[int], path: str, rank: int
 ) -> Axes | None:
-  """The axes of a leaf, from its first use of the most telling kind; a bias has no fan-in."""
+  """Returns the axes of a leaf, by its first use of the first kind in :class:`UseKind` that it has.
+
+  Returns None if all uses are unclear or in penalties. A leaf named as a bias has no fan-in.
+  """
   is_bias = _leaf_names.is_bias_or_norm(path)
-  # A table of positions is not a kernel, although a product with constants may resize it.
+  # A table of positions has no fan-in, although a product with constants may resize the table.
   is_table = rank == 1 or _leaf_names.is_embedding(path)
-  # LOOKUP comes first: data looks a tied embedding up before the last layer contracts it.
+  # LOOKUP comes first, so that an embedding that is also the last layer's kernel (tied weights) has
+  # no fan-in. The kernel of an expert is looked up, too, but has a fan-in.
   telling = [kind for kind in UseKind if kind not in (UseKind.PENALTY, UseKind.UNCLEAR)]
   if is_expert:
     telling.remove(UseKind.LOOKUP)

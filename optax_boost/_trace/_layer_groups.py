@@ -1,8 +1,8 @@
 """``layer_groups``: groups of layers along the forward pass.
 
-A *group* is some blocks in a row (``_blocks``); groups are numbered in the order of the forward
-pass. A plan, :class:`LayerGroups`, lists the *entries* of each group: the path of a leaf, or a
-:class:`LayerSlice`, which is a path, an axis, and a range of layers along the axis.
+A *group* is one or several blocks in a row (``_blocks``); groups are numbered in the order of the
+forward pass. A plan, :class:`LayerGroups`, lists the *entries* of each group: an entry is the path
+of a leaf, or a :class:`LayerSlice`, which is a path, an axis, and a range of layers along the axis.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -46,14 +46,14 @@ class LayerGroups:
 
   Attributes:
     groups: for each group, the paths of its leaves in the order of the forward pass. If only some
-      layers of a leaf are in the group, the entry is a :class:`LayerSlice`, printed as
+      layers of a leaf are in the group, a :class:`LayerSlice` replaces the path, printed as
       ``blocks/kernel[0:4]``, or, with the layers along axis 1, ``blocks/kernel[:, 0:4]``. Methods
       split such leaves.
     sizes: for each group, the number of its parameters.
-    unused: leaves that the loss does not depend on. They are in the last group.
+    unused: leaves that the loss does not depend on. These leaves are in the last group.
     reused: leaves that are used again after a later layer (tied weights, unrolled recurrences).
-      They are frozen with the layer that uses them first.
-    origin: a line for ``print``, which tells what became blocks, and how to choose other blocks.
+      Such a leaf is frozen with the layer that uses the leaf first.
+    origin: a line for ``print``, which tells what the blocks are, and how to choose other blocks.
   """
 
   groups: tuple[tuple[str | LayerSlice, ...], ...]
@@ -80,7 +80,7 @@ class LayerGroups:
     return "\n".join(lines)
 
 
-# A plan, or regular expressions for the groups 0, 1, ...
+# A plan, or regular expressions, of which number i matches the leaves of group i.
 Groups: TypeAlias = LayerGroups | Sequence[str]
 
 
@@ -92,55 +92,59 @@ def layer_groups(
   blocks: str | Sequence[str] | None = None,
   overrides: Mapping[str, int] | None = None,
 ) -> LayerGroups:
-  """Groups the leaves along the forward pass, as a trace of the loss shows it.
+  """Groups the leaves in the order of the forward pass, which a trace of the loss shows.
 
   Each block is a group. The leaves before all blocks (patches, class token, positions, a tied
   embedding) are the first group, and the leaves after them (final norm, pooler, head) the last, as
   in BEiT, MAE and ``timm``. The blocks are the outermost series of modules whose names differ by a
   number (``layers/0``, ``Block_3``), or the steps of a scan over layers (``nn.scan``, ``nnx.scan``,
-  ``lax.scan``), whichever is around the other. A series has several kernels in two or more of its
-  modules, and its modules are one after the other along the data. What is inside of a block, and
-  how it is named, has no effect.
+  ``lax.scan``). If one is inside of the other, the outer one gives the blocks. A series has several
+  kernels in two or more of its modules, and each module gets data from the module before it. The
+  modules inside of a block, and the blocks' names, have no effect.
 
   Without such a series, each layer is a group if the layers are a plain chain, as in an MLP: a
   kernel with its bias and normalization, or a recurrent cell. For any other model, with several
   series (two towers, an encoder and a decoder) or none, an error lists the `blocks` to choose from.
-  ``print`` shows which blocks were chosen. Nothing is computed; arrays may be abstract.
+  ``print`` shows which blocks were chosen. The loss is traced, not computed, so arrays may be
+  abstract.
 
-  A leaf outside of the blocks joins the last block that the data it meets went through. The leaf is
-  before all blocks if the data went through none, and after all blocks if no block follows it.
+  A leaf outside of the blocks joins the last block that computed the data that the leaf meets. If
+  no block computed these data, the leaf is before all blocks. If no block uses what is computed
+  with the leaf, the leaf is after all blocks.
 
   Noise, and arrays that the loss closes over (an adapter's base weights, a pruning mask), count as
-  data only if the params would otherwise meet data in one place or nowhere. In `args` they count as
-  data, so let the loss close over them.
+  data only if the params would otherwise meet data in a single equation, or in none. An array in
+  `args` always counts as data, so let the loss close over arrays that are not data.
 
   Args:
     loss_fn: the loss, as ``loss_fn(params, *args)``; aux is ignored.
     params: the params.
     *args: the loss's other arguments: statistics, batch, rng. A loss from ``nnx.split_loss`` or
       ``linen.split_loss`` takes its model state first, which is not data.
-    num_groups: how many groups; the last is never frozen. None: as above. Lowering it puts
-      neighbours into one group, evenly; above the number of blocks groups are cut between layers,
-      unless `blocks` is given. Without a series or a chain, groups are cut only where all later
-      layers follow all earlier layers, so that layers side by side stay together.
-    blocks: which modules are blocks, as a pattern of paths from the root in which `*` is any part
-      of a name and `**` any names: ``"encoder/layers/*"``, ``"stages/*/blocks/*"``. A module that a
-      scan slices has a block for each step; ``"stages/*[*]"`` asks for the steps of several scans.
-      Patterns with bars between are one series, in the order of use:
-      ``"encoder/block/*|decoder/block/*"``. A sequence of patterns selects a series for each, side
-      by side, whose last blocks are in one group: ``("text/blocks/*", "image/blocks/*")``. None:
-      the default above.
-    overrides: groups by regular expression, which take precedence over the trace, for all layers of
-      a leaf. An expression matches whole segments of the leaves' paths; patterns of two groups that
-      match one leaf are an error.
+    num_groups: the number of groups, of which the last is never frozen. None: a group for each
+      block. Lowering the number puts equal numbers of neighbouring blocks into one group. If it is
+      above the number of blocks, groups end between layers, unless `blocks` is given. Without a
+      series or a chain, a group ends only if all later layers follow all earlier layers, so that
+      layers side by side stay in one group.
+    blocks: a pattern of the paths of modules that are blocks. It begins at the root; `*` is any
+      part of a name and `**` any names: ``"encoder/layers/*"``, ``"stages/*/blocks/*"``. A module
+      that a scan slices has a block for each step; ``"stages/*[*]"`` selects the steps of several
+      scans. Patterns that bars separate select one series, in the order of use:
+      ``"encoder/block/*|decoder/block/*"``. A sequence of patterns, such as ``("text/blocks/*",
+      "image/blocks/*")``, selects a series for each pattern; the series are side by side, and their
+      last blocks are in one group. None: the blocks described above.
+    overrides: a dict from regular expressions to groups. All layers of a leaf whose path an
+      expression matches (in whole segments) are in this group, whatever the trace shows. If
+      expressions of two groups match one leaf, it is an error.
 
   Returns:
     A :class:`LayerGroups`.
 
   Raises:
     ValueError: the loss doesn't tell the blocks, and `blocks` is None; a pattern of `blocks`
-      selects nothing, or two select one leaf; there are fewer blocks than groups; the loss uses no
-      leaf; an override names no group, or two put a leaf into different ones.
+      selects nothing, or two patterns select one leaf; there are fewer blocks than groups; the loss
+      uses no leaf; an override's group does not exist, or two overrides put a leaf into different
+      groups.
 
   Examples:
     >>> import jax.numpy as jnp, optax_boost
@@ -198,7 +202,10 @@ def even_groups(
   params: optax.Params,
   num_groups: int,
 ) -> LayerGroups:
-  """Groups of a traced loss, cut between layers if the trace does not tell enough blocks."""
+  """Returns `num_groups` groups of a traced loss; groups of layers if there are too few blocks.
+
+  `data` has a flag for each argument of the loss after the params; `described` are its axes.
+  """
   model = _model_of(program, data, described, params)
   try:
     chosen = _blocks.blocks_by_default(model)
@@ -215,9 +222,12 @@ def _model_of(
   described: _layer_axes.LayerAxes,
   params: optax.Params,
 ) -> _traced_leaves.Model:
-  """The model of a traced loss; `data` flags the loss's arguments after the params."""
+  """Returns the model of a traced loss; raises ValueError if the loss uses no leaf.
+
+  `data` has a flag for each argument of the loss after the params: True for data, else None.
+  """
   leaves = _layer_axes.leaves_of(params, described)
-  # A dot in a key separates modules, too: PyTorch has flat names, such as `h.0.attn.weight`.
+  # A dot in a key separates modules, too, since PyTorch has flat names, such as `h.0.attn.weight`.
   in_modules = [leaf._replace(path=leaf.path.replace(".", "/")) for leaf in leaves]
   flow = _flow.trace_flow(program, len(leaves), data)
   model = _traced_leaves.Model(in_modules, list(described.uses), described.scans, flow)
@@ -236,7 +246,7 @@ def _groups_of_blocks(
   num_groups: int | None,
   overrides: Mapping[str, int] | None,
 ) -> LayerGroups:
-  """Divides the blocks into groups of equal numbers of blocks; None: a group for each block."""
+  """Returns groups of equal numbers of blocks, or, if `num_groups` is None, a group per block."""
   leaves = _layer_axes.leaves_of(params)
   order = list(model.order)
   unused = [i for i in range(len(leaves)) if i not in model.order]
@@ -303,7 +313,7 @@ _LAYER = re.compile(r"\\?\[[^/]*\]$|/(\[[^/]*\]|\d+|\\d[+*]?)(/.*)?$")
 
 
 def _layers_hint(pattern: str, paths: Sequence[str]) -> str:
-  """A hint for a pattern that names layers of a stacked leaf, or an empty string."""
+  """Returns a hint if a pattern names layers of a stacked leaf, else an empty string."""
   try:
     stacked = _patterns.compile_pattern("groups", _LAYER.sub("", pattern))
   except ValueError:
@@ -317,19 +327,23 @@ def _layers_hint(pattern: str, paths: Sequence[str]) -> str:
   )
 
 
-# The group of a leaf; an array that broadcasts against the leaf if its layers are in several.
+# The group of a leaf, or, if its layers are in several groups, an array of the layers' groups that
+# broadcasts against the leaf.
 GroupNumber: TypeAlias = int | np.ndarray
 
 
 class _SlicedLeaf(NamedTuple):
-  """The groups of a leaf's layers along an axis."""
+  """The axis of a leaf's layers, and the group of each layer."""
 
   axis: int
   group_of_layer: dict[int, int]
 
 
 def group_numbers(tree: _types.Params, groups: Groups, method: str) -> list[GroupNumber]:
-  """Returns the group of each leaf or of its layers; ValueError for a leaf that a plan lacks."""
+  """Returns for each leaf its group, or an array of the groups of its layers.
+
+  Raises ValueError for a leaf that a plan lacks.
+  """
   leaves = _layer_axes.leaves_of(tree)
   if not isinstance(groups, LayerGroups):
     group_of_pattern = [(pattern, number) for number, pattern in enumerate(groups)]
@@ -382,7 +396,7 @@ def _numbers_along_axis(leaf: _layer_axes.Leaf, in_plan: _SlicedLeaf, method: st
 
 
 def count_groups(groups: Groups) -> int:
-  """Returns the number of groups in a plan or in patterns; TypeError for anything else."""
+  """Returns the number of groups in a plan or in a sequence of patterns; else raises TypeError."""
   if isinstance(groups, LayerGroups):
     return len(groups.groups)
   words = "what `layer_groups` returned, or a sequence of regular expressions, one per group"
@@ -391,7 +405,7 @@ def count_groups(groups: Groups) -> int:
 
 
 def numbering(groups: Groups, method: str) -> Callable[[_types.Params], _types.Tree]:
-  """Makes a function that returns a tree's group numbers in the tree's structure."""
+  """Returns a function from a tree to a tree of the same structure, with the leaves' groups."""
   numbers = _trees.once_per_tree(lambda tree: group_numbers(tree, groups, method))
   return lambda tree: jax.tree.unflatten(jax.tree.structure(tree), numbers(tree))
 
@@ -399,10 +413,10 @@ def numbering(groups: Groups, method: str) -> Callable[[_types.Params], _types.T
 def select_frozen(
   depth: jax.Array | np.integer, group: GroupNumber, if_frozen: _types.Leaf, otherwise: _types.Leaf
 ) -> _types.Leaf:
-  """Returns `if_frozen` where the group is below the depth, else `otherwise`.
+  """Returns the entries of `if_frozen` in groups below `depth`, and of `otherwise` in other groups.
 
-  A NumPy depth decides while tracing. A value without the leaf's axes, such as a factored moment,
-  is frozen with the last of the layers.
+  A NumPy depth decides while tracing. If `otherwise` does not have the leaf's axes, such as a
+  factored moment, all its entries are frozen when the last of the layers is.
   """
   if isinstance(group, np.ndarray):
     shape = jnp.shape(otherwise)

@@ -1,11 +1,12 @@
 """Follows the leaves of params through a traced loss, to the equations that use them.
 
 A *use* of a leaf is an equation in which the leaf meets data: one operand is computed from leaves
-alone, another from data. A product's use tells the leaf's axes apart.
+alone, another operand from data. If the equation is a product, the use tells which axes of the leaf
+are fan-in and which are outputs.
 
 Which values are data is uncertain: a generator's only input is noise, and a loss may close over its
-batch. So there are four *definitions of data*, of which each run of the analysis has one. Each
-definition adds a kind of values to the one before it:
+batch. So there are four *definitions of data*; each run of the analysis uses one. Each definition
+adds a kind of values to the previous definition:
 
   ARRAY      arrays of the batch
   SCALAR     also scalars of the batch
@@ -14,9 +15,9 @@ definition adds a kind of values to the one before it:
 
 A kernel may enter a product before it meets data. If the other operand is an input of the kernel (a
 table of learned queries, positions or noise), the result is an activation. If the other operand is
-a kernel, too, as in ``x @ (a @ b)``, the result is a kernel. The later product with data tells the
-two apart: it sums over the outputs of an activation's last kernel, but over the inputs of the first
-of several kernels.
+a kernel, too, as in ``x @ (a @ b)``, the result is a kernel. The later product with data tells an
+activation from a kernel: it sums over the outputs of an activation's last kernel, but over the
+inputs of the first kernel in a product of kernels.
 """
 
 from collections.abc import Iterable, Sequence
@@ -36,7 +37,7 @@ _NO_AXES: _Axes = frozenset()
 
 
 class DataKind(enum.IntEnum):
-  """Kinds of values that may be data; a definition of data includes all kinds up to one."""
+  """Kinds of values that may be data. A definition of data is a kind, and includes lower kinds."""
 
   ARRAY = 0
   SCALAR = 1
@@ -45,8 +46,12 @@ class DataKind(enum.IntEnum):
 
 
 def data_kind(aval: _types.ArrayType, flag: bool | None) -> DataKind | None:
-  """The kind of an argument of the loss; `flag` is True for data, None for constants."""
-  # A key in the batch is noise: adding noise to weights before the forward pass is no use of them.
+  """Returns the kind of a loss's argument; `flag` is True for data, None for constants.
+
+  Returns None for a constant with a single entry, which is never data.
+  """
+  # A key in the batch counts as noise, since adding noise to weights before the forward pass is not
+  # a use of the weights.
   if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
     return DataKind.NOISE
   if flag is None:
@@ -57,12 +62,12 @@ def data_kind(aval: _types.ArrayType, flag: bool | None) -> DataKind | None:
 class UseKind(enum.Enum):
   """What an equation does with a leaf."""
 
-  LOOKUP = enum.auto()  # data chooses rows of the leaf, as of an embedding
+  LOOKUP = enum.auto()  # data chooses rows of the leaf, such as an embedding
   INPUT = enum.auto()  # the leaf was a kernel's input: a learned query, its bias, or a scale
   CONTRACTED = enum.auto()  # a product with data sums over axes of the leaf
   GENERATED = enum.auto()  # a product with an operand that is no data sums over axes of the leaf
-  ENTRYWISE = enum.auto()  # the equation keeps entries apart, as the addition of a bias
-  PENALTY = enum.auto()  # the operand is a number that sums up params, as a weight decay
+  ENTRYWISE = enum.auto()  # the equation sums over no axis of the leaf, such as adding a bias
+  PENALTY = enum.auto()  # the operand is a scalar that sums up params, such as a weight decay
   UNCLEAR = enum.auto()  # anything else
 
 
@@ -71,9 +76,9 @@ class Use(NamedTuple):
 
   Attributes:
     leaf: the leaf's number.
-    kind: what the equation does with it.
+    kind: what the equation does with the leaf.
     fan_in: the leaf's axes that the equation sums over.
-    stacked: the leaf's axes along which the operand is one of several layers.
+    stacked: the leaf's axes along which it stacks layers, of which the operand is one.
     window: the axes of `fan_in` along which a convolution slides.
   """
 
@@ -85,7 +90,7 @@ class Use(NamedTuple):
 
 
 class LayerScan(NamedTuple):
-  """A scan over layers that is in no other scan over layers.
+  """A scan over layers that is not inside of another scan over layers.
 
   Attributes:
     axes: pairs of the number of a leaf that the scan slices, and the axis that it slices.
@@ -101,7 +106,7 @@ class LayerScan(NamedTuple):
 
   @property
   def axis_of(self) -> dict[int, int]:
-    """By the number of a leaf, the axis that the scan slices."""
+    """Returns the axis that the scan slices, by the number of the leaf."""
     return dict(self.axes)
 
 
@@ -109,12 +114,13 @@ class Findings(NamedTuple):
   """The results of the analysis.
 
   Attributes:
-    uses: for each equation with uses, these uses; uses in penalties are last.
+    uses: a list of uses for each equation with uses, the uses in penalties last.
     early_uses: the uses of kernels in products without data, and of the inputs of kernels.
     expert_uses: the uses of kernels that data has looked up.
     scans: the scans over layers.
-    batch_axes: for each leaf, the axes along which each slice of the data has a kernel of its own
-      (experts, ``vmap``), whichever leaf showed it.
+    batch_axes: for each leaf, the axes that run along a batch dimension of products, in which each
+      slice of the data has a separate kernel (experts, ``vmap``); also for leaves such as a bias,
+      which is in no such product.
     unknown_primitives: for each leaf, the primitives without a rule into which the leaf, or a value
       with an axis map of it, went.
   """
@@ -131,13 +137,13 @@ class Value(NamedTuple):
   """The abstract value of a variable.
 
   Attributes:
-    labels: a label for each dimension, as in an einsum: two dimensions along which values are
-      combined have the same label.
+    labels: a label for each dimension, as in an einsum. If an equation combines two values along
+      a dimension of each, the two dimensions have the same label.
     data: whether the value is computed from data.
     leaves: the leaves that the value is computed from, and that have not met data.
-    penalty: whether the value is a number that sums up params, as a weight decay does.
-    axis_maps: the axis maps of the leaves that have not met data, and of the kernels that data has
-      looked up.
+    penalty: whether the value is a scalar that sums up params, as a weight decay does.
+    axis_maps: the value's axis maps, of the leaves that have not met data, and of the kernels that
+      data has looked up, such as the kernels of experts.
   """
 
   labels: tuple[int, ...]
@@ -148,12 +154,12 @@ class Value(NamedTuple):
 
 
 def _unique(axis_maps: Iterable[AxisMap]) -> tuple[AxisMap, ...]:
-  """Drops duplicates of axis maps."""
+  """Returns axis maps without duplicates, in order."""
   return tuple(dict.fromkeys(axis_maps))
 
 
 class _Labels:
-  """Labels of dimensions, which are united when values are combined along the dimensions."""
+  """Labels of dimensions. When values are combined along two dimensions, the labels are united."""
 
   def __init__(self) -> None:
     self._parents: list[int] = []
@@ -164,7 +170,7 @@ class _Labels:
     return self._parents[-1]
 
   def find(self, label: int) -> int:
-    """Returns the label that represents all labels united with this one."""
+    """Returns the label that represents all labels that are united with `label`."""
     while self._parents[label] != label:
       self._parents[label] = label = self._parents[self._parents[label]]
     return label
@@ -186,23 +192,25 @@ class LeafUses(_jaxpr.Interpreter[Value]):
 
     Args:
       definition: the last kind of values that count as data.
-      named_kernels: the leaves that are named as kernels. In a product of two leaves, the second is
-        the kernel, unless only the first is named as one.
+      named_kernels: the leaves whose names mean a kernel. In a product of two leaves, the second
+        leaf is the kernel, unless only the first leaf has such a name.
     """
     self._definition, self._named_kernels = definition, named_kernels
     self._uses: list[list[Use]] = []  # for each equation that has uses
     self._early_uses: list[Use] = []
-    self._inputs: dict[int, Use] = {}  # by leaf, its first use in a kernel's input or in data
+    # For each leaf, its first use in the input of a kernel, or in a value that is data.
+    self._inputs: dict[int, Use] = {}
     self._expert_uses: list[Use] = []
     self._scans: list[LayerScan] = []
     self._unknown: list[dict[str, None]] = []  # for each leaf, its primitives without a rule
     self._shapes: list[tuple[int, ...]] = []  # for each leaf
     self._labels = _Labels()
     self._axis_labels: list[tuple[int, ...]] = []  # for each leaf
-    # The labels that products of kernels and data treat as batch dimensions, and sum over.
+    # The labels of the batch dimensions in products of kernels and data, and of the dimensions that
+    # such products sum over.
     self._batch: set[int] = set()
     self._contracted: set[int] = set()
-    # By the id of an equation, operand and result: `_aligned_dims`.
+    # The results of `_aligned_dims`, by the id of the equation, operand and result.
     self._aligned: dict[tuple[int, int, int], tuple[tuple[int, int], ...]] = {}
 
   def leaf(self, shape: tuple[int, ...]) -> Value:
@@ -215,11 +223,11 @@ class LeafUses(_jaxpr.Interpreter[Value]):
     return value._replace(leaves=frozenset([number]), axis_maps=axis_maps)
 
   def argument(self, shape: Sequence[int], kind: DataKind | None) -> Value:
-    """Returns the value of another argument, or of a constant; without a kind it is never data."""
+    """Returns the value of another argument or a constant; if `kind` is None, it is never data."""
     return Value(tuple(self._labels.fresh() for _ in shape), self._is_data(kind))
 
   def note_result(self, loss: Value) -> None:
-    """Notes the leaves that enter the loss without meeting data, as penalties."""
+    """Notes, as uses in a penalty, the leaves that enter the loss without meeting data."""
     self._uses.append([Use(leaf, UseKind.PENALTY) for leaf in sorted(loss.leaves)])
 
   def findings(self) -> Findings:
@@ -246,7 +254,7 @@ class LeafUses(_jaxpr.Interpreter[Value]):
     return self.argument(np.shape(value), DataKind.CONSTANT if np.size(value) > 1 else None)
 
   def join(self, values: Sequence[Value]) -> Value:
-    # The labels of the first value stay, so that the carry of a loop reaches a fixpoint.
+    # The result has the labels of the first value, so that the carry of a loop reaches a fixpoint.
     labels = zip(*(v.labels for v in values), strict=True)
     return Value(
       tuple(map(self._labels.unite, labels)),
@@ -262,7 +270,8 @@ class LeafUses(_jaxpr.Interpreter[Value]):
       return inputs
     data = any(v.data for v in inputs)
     if equation.primitive.name == "random_wrap":
-      # The batch holds a key as integers; arrays that are drawn from a key are noise.
+      # The equation makes a key from integers of the batch. Arrays drawn from the key are noise, so
+      # the key is data only if noise is.
       data = data and self._is_data(DataKind.NOISE)
     if data:
       self._note_uses(equation, inputs)
@@ -298,7 +307,7 @@ class LeafUses(_jaxpr.Interpreter[Value]):
     lengths = list(map(len, noted))
 
     def run_iteration(inputs: list[Value]) -> list[Value]:
-      # Drop the notes of the iteration before.
+      # Drop the notes of the previous iteration, so that each use is noted once.
       for notes, length in zip(noted, lengths, strict=True):
         del notes[length:]
       return self.run(body, inputs)
@@ -323,7 +332,7 @@ class LeafUses(_jaxpr.Interpreter[Value]):
     return kind is not None and kind <= self._definition
 
   def _slice(self, value: Value) -> Value:
-    """Returns the value of one slice, as the body of a scan gets it."""
+    """Returns the value of one slice of an array, as the body of a scan gets it."""
     axis_maps = _unique(m.first_slice() for m in value.axis_maps)
     return value._replace(axis_maps=axis_maps, labels=value.labels[1:])
 
@@ -333,9 +342,9 @@ class LeafUses(_jaxpr.Interpreter[Value]):
     return value._replace(axis_maps=axis_maps, labels=(self._labels.fresh(), *value.labels))
 
   def _note_scan(self, equation: _types.Equation, inputs: list[Value], carry: slice) -> None:
-    """Notes a scan if it is over layers: it has a carry, and slices leaves."""
+    """Notes a scan if it runs over layers: it has a carry, and slices leaves."""
     sliced = inputs[carry.stop :]
-    # Without a carry, the steps are independent, so the slices are no layers in a row.
+    # The steps of a scan without a carry are independent, so its slices are not layers in a row.
     if not sliced or carry.stop == carry.start or not equation.params["length"]:
       return
     outer = {leaf for scan in self._scans for leaf in scan.axis_of}
@@ -354,7 +363,7 @@ class LeafUses(_jaxpr.Interpreter[Value]):
   def _result_labels(
     self, equation: _types.Equation, inputs: list[Value], result: int
   ) -> tuple[int, ...]:
-    """Unites the labels of all operands' dimensions that run along a result's dimension."""
+    """Returns a result's labels; each unites the labels of the operands' dimensions along it."""
     shape = equation.outvars[result].aval.shape
     along: list[list[int]] = [[] for _ in shape]
     for operand, value in enumerate(inputs):
@@ -368,7 +377,7 @@ class LeafUses(_jaxpr.Interpreter[Value]):
   def _aligned_dims(
     self, equation: _types.Equation, operand: int, result: int
   ) -> tuple[tuple[int, int], ...]:
-    """The pairs of a dimension of an operand and the dimension of a result that it runs along."""
+    """Returns pairs of a dimension of an operand and a dimension of a result that it runs along."""
     key = id(equation), operand, result
     if key not in self._aligned:
       shape = equation.invars[operand].aval.shape
@@ -380,7 +389,7 @@ class LeafUses(_jaxpr.Interpreter[Value]):
     return self._aligned[key]
 
   def _note_uses(self, equation: _types.Equation, inputs: list[Value]) -> None:
-    """Notes the leaves that meet data in an equation."""
+    """Notes the uses of the leaves that meet data in an equation."""
     product = _primitives.product_of(equation)
     met: set[int] = set()  # outside of penalties
     uses: list[Use] = []
@@ -402,7 +411,8 @@ class LeafUses(_jaxpr.Interpreter[Value]):
           use = _use_of_entries(axis_map, kind)
         elif use.kind == UseKind.CONTRACTED and product is not None:
           other = inputs[1 - operand]
-          # A product with a kernel or another embedding does not make an embedding a kernel.
+          # The value is an entry that data has looked up. Only a product with pure data shows that
+          # it is an expert's kernel, not an embedding.
           if value.data and (not other.data or other.axis_maps):
             continue
           self._note_product(product, operand, inputs)
@@ -418,7 +428,10 @@ class LeafUses(_jaxpr.Interpreter[Value]):
       self._uses.append(uses)
 
   def _note_generated(self, equation: _types.Equation, inputs: list[Value]) -> list[Value]:
-    """Notes the kernel in a product without data; returns the operands, the kernel marked."""
+    """Notes the use of the kernel in a product without data.
+
+    Returns the operands, with `has_inputs` set in the axis maps of the kernel.
+    """
     product = _primitives.product_of(equation)
     kernel = None if product is None else self._kernel_of(inputs, product)
     if product is None or kernel is None:
@@ -434,42 +447,45 @@ class LeafUses(_jaxpr.Interpreter[Value]):
       self._early_uses += generated
       for axis_map in inputs[1 - kernel].axis_maps:
         self._note_input(axis_map)
-    # A constant that multiplies a kernel from the right may be a part of the kernel.
+    # If the kernel is the first operand and the second is a constant, the constant may be a part of
+    # the kernel, not its input.
     if kernel == 0 and not inputs[1].leaves:
       return inputs
     maps = _unique(m._replace(has_inputs=True) if m in kernels else m for m in value.axis_maps)
     return [*inputs[:kernel], value._replace(axis_maps=maps), *inputs[kernel + 1 :]]
 
   def _kernel_of(self, inputs: list[Value], product: _primitives.Product) -> int | None:
-    """The operand of a product without data that is a kernel, or None if neither is one."""
+    """Returns which operand (0 or 1) of a product without data is a kernel; None if neither is."""
     have_inputs = [any(m.has_inputs for m in value.axis_maps) for value in inputs[:2]]
     kernels = [
       {m.leaf for m in _kernels(value, dims)}
       for value, dims in zip(inputs, product.contracted, strict=False)
     ]
     first, second = kernels
-    # Both are activations, such as queries and keys, or a matrix times itself, which is a penalty.
+    # If both operands are activations, such as queries and keys, or are the same matrix, as in a
+    # penalty, neither is a kernel.
     if all(have_inputs) or first & second:
       return None
     if first and second:
       only_first = first & self._named_kernels and not second & self._named_kernels
       return 0 if only_first else 1
     kernel = 0 if first else 1
-    # A constant that multiplies an activation is not the input of a kernel.
+    # If the operand is an activation and the other operand a constant, the constant is not an input
+    # of a kernel.
     is_mixed = have_inputs[kernel] and not inputs[1 - kernel].leaves
     return None if is_mixed else kernel
 
   def _inputs_of_kernels(self, value: Value, contracted: Sequence[int]) -> list[AxisMap]:
-    """The axis maps of an operand's leaves that are not kernels in its product with data.
+    """Returns the axis maps of an operand's leaves that are not kernels in a product with data.
 
-    These are all leaves of an activation, and the scales of other operands. An operand is an
-    activation if the product sums over outputs of kernels that have inputs, and nothing else.
+    These are all leaves of an activation, and the scales of another operand. An operand is an
+    activation if the product sums only over the outputs of kernels that have inputs.
     """
     with_inputs = [m for m in value.axis_maps if m.has_inputs]
     is_product = _kernels(value, contracted) or (
       len(with_inputs) == len(value.axis_maps) and _free(value, contracted)
     )
-    # The operand may be the sum of a kernel and a product, as in adapters.
+    # The operand may be the sum of a kernel and a product of kernels, as in adapters.
     is_sum = any(
       m.leaf in self._named_kernels and not m.contracted and m.axes(contracted)
       for m in value.axis_maps
@@ -478,20 +494,21 @@ class LeafUses(_jaxpr.Interpreter[Value]):
     return [m for m in value.axis_maps if is_activation or _is_scale(value, m, contracted)]
 
   def _note_input(self, axis_map: AxisMap) -> None:
-    """Notes a use of a leaf that decides on its axes if no other use does."""
+    """Notes a use of a leaf that tells the leaf's axes if no other use does."""
     self._inputs.setdefault(axis_map.leaf, _use_of_entries(axis_map))
 
   def _note_product(self, product: _primitives.Product, kernel: int, inputs: list[Value]) -> None:
-    """Notes the labels of the batch and the contracted dimensions of a kernel's product."""
+    """Notes the labels of a kernel's batch dimensions and of all contracted dimensions."""
     self._batch |= {inputs[kernel].labels[dim] for dim in product.batch[kernel]}
     for value, dims in zip(inputs, product.contracted, strict=False):
       self._contracted |= {value.labels[dim] for dim in dims}
 
 
 def scanned_axes(program: _types.Jaxpr, leaves: range) -> dict[int, int]:
-  """The axis that a scan over layers slices, for each argument at the positions `leaves`.
+  """Returns, for the arguments that a scan over layers slices, the axis that it slices.
 
-  The keys of the result count from the first of these positions. No argument counts as data.
+  `leaves` are the positions of the arguments that are leaves. A key of the result is a leaf's
+  number, counted from the first position. No argument counts as data.
   """
   analysis = LeafUses()
   shapes = [variable.aval.shape for variable in program.jaxpr.invars]
@@ -508,7 +525,7 @@ def scanned_axes(program: _types.Jaxpr, leaves: range) -> dict[int, int]:
 def _use(
   equation: _types.Equation, operand: int, axis_map: AxisMap, product: _primitives.Product | None
 ) -> Use:
-  """The use of a leaf in an equation in which an operand with its axis map meets data."""
+  """Returns the use of a leaf in an equation in which an operand with its axis map meets data."""
   if product is not None and operand < 2:
     return _use_in_product(axis_map, operand, product)
   rule = _primitives.rule_of(equation)
@@ -520,7 +537,7 @@ def _use(
 
 
 def _use_of_entries(axis_map: AxisMap, kind: UseKind = UseKind.ENTRYWISE) -> Use:
-  """A use of a leaf that keeps its entries apart, so that it has no fan-in there."""
+  """Returns a use of a leaf that sums over no axis of the leaf, and so has no fan-in."""
   return Use(axis_map.leaf, kind, stacked=axis_map.sliced - axis_map.axes())
 
 
@@ -540,7 +557,7 @@ def _use_in_product(axis_map: AxisMap, operand: int, product: _primitives.Produc
   if not contracted:
     fan_in, kind = axis_map.contracted, UseKind.GENERATED
   elif outputs and axis_map.has_inputs:
-    fan_in |= axis_map.contracted  # constants resized the kernel
+    fan_in |= axis_map.contracted  # a product with constants resized the kernel along these axes
   if not fan_in:
     return _use_of_entries(axis_map)
   stacked = (axis_map.sliced | axis_map.gathered | batch) - outputs - fan_in
@@ -548,10 +565,10 @@ def _use_in_product(axis_map: AxisMap, operand: int, product: _primitives.Produc
 
 
 def _kernels(value: Value, contracted: Sequence[int]) -> list[AxisMap]:
-  """The axis maps of an operand's leaves that may be kernels, since the product sums over them.
+  """Returns the axis maps of those leaves of an operand that may be kernels of a product.
 
-  A sum over the outputs of a kernel that has inputs makes no kernel of other leaves along these
-  dimensions, such as its bias.
+  The product must sum over an axis of such a leaf. If a kernel with inputs has its outputs along
+  the summed dimension, the sum does not make a kernel of another leaf, such as the bias.
   """
   free = _free(value, contracted)
   return [
@@ -562,28 +579,35 @@ def _kernels(value: Value, contracted: Sequence[int]) -> list[AxisMap]:
 
 
 def _is_scale(value: Value, axis_map: AxisMap, contracted: Sequence[int]) -> bool:
-  """Whether a leaf is broadcast along the outputs of the other leaves of an operand."""
+  """Returns whether a leaf is broadcast along the outputs of an operand's other leaves."""
   kept = [dim for dim in range(len(axis_map.dims)) if dim not in contracted]
   is_broadcast = not axis_map.contracted and not axis_map.axes(kept)
   return is_broadcast and any(m.axes(kept) for m in value.axis_maps)
 
 
 def _is_number_beside_its_leaf(value: Value, axis_map: AxisMap) -> bool:
-  """Whether the map is of a number made of a leaf, such as its norm, beside the leaf itself."""
+  """Returns whether the map is of a scalar computed from a leaf, such as its norm.
+
+  The value must also have an axis map of the leaf itself.
+  """
   others = (m for m in value.axis_maps if m.leaf == axis_map.leaf)
   return not axis_map.axes() and any(m.axes() for m in others)
 
 
 def _free(value: Value, dims: Sequence[int]) -> list[int]:
-  """The dimensions among `dims` along which no kernel that has inputs has its outputs."""
+  """Returns those of the dimensions `dims` along which no kernel with inputs has its outputs."""
   return [dim for dim in dims if not any(m.has_inputs and m.axes([dim]) for m in value.axis_maps)]
 
 
 def _joined_kernels(axis_map: AxisMap, product: _primitives.Product) -> tuple[_Axes, bool]:
-  """The axes along which ``vmap`` joined kernels of a convolution, and whether it is depthwise."""
+  """Returns the axes along which ``vmap`` joined kernels of a convolution.
+
+  Also returns whether the convolution is depthwise.
+  """
   ((_, outputs),) = (source for sources in product.sources for source in sources if source[0] == 1)
   groups, joined = product.groups, set()
-  # `vmap` merges its axis into the outputs, as their outer part, with a group for each kernel.
+  # `vmap` merges its axis into the axis of the outputs, as the outer part, and makes a group of the
+  # convolution for each kernel.
   for part in axis_map.dims[outputs][:-1]:
     if groups % part.size == 0:
       groups //= part.size
@@ -595,11 +619,11 @@ def _joined_kernels(axis_map: AxisMap, product: _primitives.Product) -> tuple[_A
 def _result_axis_maps(
   equation: _types.Equation, inputs: list[Value], result: int, by_data: bool
 ) -> tuple[AxisMap, ...]:
-  """The axis maps of a result: of leaves that have not met data, or of looked-up kernels.
+  """Returns a result's axis maps, of leaves that have not met data and of looked-up kernels.
 
-  `by_data`: whether data chose the result from the first operand.
+  `by_data` tells whether data chose the result among the entries of the first operand.
   """
-  # Kernels that data has looked up remain kernels until they meet other data.
+  # A kernel that data has looked up keeps its axis map until the kernel meets other data.
   meets = any(v.data for v in inputs) and not by_data
   stay = _primitives.product_of(equation) is None and all(v.axis_maps or not v.data for v in inputs)
   moved = (

@@ -1,4 +1,4 @@
-"""Loss functions: their traces, which of their arguments are data, and which have a model state."""
+"""Traces of loss functions, flags of arguments that are data, and marks of losses with a state."""
 
 import jax
 import optax
@@ -10,7 +10,7 @@ from optax_boost._trace import _jaxpr
 def trace(
   loss_fn: _types.LossFn, params: optax.Params, args: tuple[_types.Tree, ...]
 ) -> _types.Jaxpr:
-  """Checks the arguments of ``loss_fn(params, *args)``, and traces it."""
+  """Traces ``loss_fn(params, *args)``; raises TypeError for arguments that JAX can't trace."""
   _checks.check_callable("loss_fn", loss_fn, "loss_fn(params, *args)")
   for name, tree in (("params", params), ("args", args)):
     _tree_checks.check_traceable(name, tree)
@@ -18,17 +18,20 @@ def trace(
 
 
 def data_flags(loss_fn: _types.LossFn, args: tuple[_types.Tree, ...]) -> list[bool | None]:
-  """One flag for each leaf of a loss's arguments: True for data, None for a model state."""
+  """Returns for each leaf of a loss's arguments True if it is data, else None.
+
+  `args` are the arguments after the params. Model states and ``Constants`` are not data.
+  """
   state, data = (args[:1], args[1:]) if is_stateful(loss_fn) else ((), args)
   return [*[None] * len(jax.tree.leaves(state)), *_batches.data_flags(data)]
 
 
 def stateful(loss_fn: _types.LossFn) -> _types.LossFn:
-  """Marks a loss that takes and returns a model state after the params, as Flax models' do."""
+  """Marks and returns a loss that takes a model state after the params, and returns a new one."""
   loss_fn.is_stateful = True  # type: ignore[attr-defined]
   return loss_fn
 
 
 def is_stateful(loss_fn: _types.LossFn) -> bool:
-  """Whether :func:`stateful` marked a loss."""
+  """Returns whether :func:`stateful` marked a loss."""
   return getattr(loss_fn, "is_stateful", False) is True

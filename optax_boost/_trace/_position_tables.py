@@ -1,9 +1,9 @@
 """Finds the tables of learned positions in the params of a model of tokens.
 
-A table of positions has an entry for each position, or for each distance of two positions. Windows
-of a sequence read fewer of its entries than the whole sequence, whatever their tokens are; of a
-table of tokens they read the same. So two programs of the loss, of windows and of whole sequences,
-tell the two kinds apart.
+A table of positions has an entry for each position, or for each distance of two positions. If the
+sequences of a batch are cut short (to *windows*), the loss reads fewer entries of a table of
+positions. Which entries of a table of tokens are read depends on the tokens, not on the length. So
+the program of the loss for windows and the program for whole sequences tell the tables apart.
 """
 
 from collections.abc import Sequence
@@ -25,9 +25,9 @@ class _Value(NamedTuple):
   """The abstract value of a variable.
 
   Attributes:
-    leaf: the number of the leaf whose entries it holds, or None.
-    from_tokens: whether it is computed from tokens.
-    counts: whether it is computed from numbers that count: an ``arange``, or positions of a batch.
+    leaf: the number of the leaf whose entries the variable holds, or None.
+    from_tokens: whether the variable is computed from tokens.
+    counts: whether the variable is computed from positions: an ``arange``, or positions in a batch.
   """
 
   leaf: int | None = None
@@ -36,7 +36,7 @@ class _Value(NamedTuple):
 
 
 class _TableReads(_jaxpr.Interpreter[_Value]):
-  """Notes the shape in which a leaf is read where positions, and no tokens, decide what is read."""
+  """Collects in `reads` the leaves that are sliced at positions, not at tokens, and the shapes."""
 
   def __init__(self) -> None:
     self.reads: set[tuple[int, _Shape]] = set()
@@ -60,20 +60,19 @@ class _TableReads(_jaxpr.Interpreter[_Value]):
 
 
 def _sources(values: Sequence[_Value]) -> tuple[bool, bool]:
-  """Whether one of the values is computed from tokens, and whether one counts."""
+  """Returns whether any value is computed from tokens, and whether any is from positions."""
   return any(value.from_tokens for value in values), any(value.counts for value in values)
 
 
 def position_tables(
   windows: _types.Jaxpr, whole: _types.Jaxpr, by_tokens: Sequence[bool]
 ) -> list[int]:
-  """The numbers of the leaves of params that windows and whole sequences read in other shapes.
+  """Returns the numbers of the leaves that windows and whole sequences read in other shapes.
 
   Args:
-    windows: the program of the loss, of the batch cut to windows.
-    whole: the program of the loss, of the batch as it is.
-    by_tokens: for each argument after the params whether it holds tokens; not those that count
-      positions.
+    windows: the program of the loss for a batch whose sequences are cut short.
+    whole: the program of the loss for the batch of whole sequences.
+    by_tokens: for each argument after the params, whether it holds tokens, not positions.
   """
 
   def reads(program: _types.Jaxpr) -> set[tuple[int, _Shape]]:

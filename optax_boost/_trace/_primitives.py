@@ -1,4 +1,4 @@
-"""The primitives that the analyses know: one table, one entry for each.
+"""The primitives that the analyses know: a table with one entry for each primitive.
 
 A :class:`Rule` says how a primitive carries the axes of leaves from its operands to its results. To
 teach the analyses a primitive, add its name to :data:`RULES`, with the rule of a similar primitive,
@@ -19,7 +19,8 @@ class Product(NamedTuple):
 
   Attributes:
     contracted: for each operand, the dimensions that are summed over.
-    batch: for each operand, the dimensions along which its slices meet slices of the other.
+    batch: for each operand, the dimensions along which each slice is multiplied with one slice of
+      the other operand.
     sources: for each dimension of the result, the pairs of an operand and its dimension that run
       along it.
     window: the dimensions of the second operand along which a convolution slides.
@@ -137,7 +138,7 @@ def _broadcast(
 
 
 def _drop(dimensions: str) -> Callable[..., AxisMap]:
-  """Makes a `move` that drops the dimensions that a parameter of the equation lists."""
+  """Returns a `move` that drops the dimensions that the equation's parameter `dimensions` lists."""
 
   def move(
     equation: _types.Equation, operand: int, axis_map: AxisMap, shape: Sequence[int], by_data: bool
@@ -163,7 +164,10 @@ def _ragged_dot(equation: _types.Equation) -> Product:
 def _matrix_product(
   equation: _types.Equation, contracted: _Dims, batch: _Dims, group_dims: tuple[int, ...] = ()
 ) -> Product:
-  """The roles in a matrix product; `group_dims` hold one kernel for each group of rows."""
+  """Returns the roles of the dimensions of a matrix product's two operands.
+
+  Along `group_dims` the second operand holds one kernel for each group of rows.
+  """
   pairs = list(zip(*batch, strict=True))
   used = [{*contracted[0], *batch[0]}, {*contracted[1], *batch[1], *group_dims}]
   free = [
@@ -210,15 +214,15 @@ def _product_rule(product: Callable[[_types.Equation], Product]) -> Rule:
 
 # Each entry of a result is computed from the operands' entries at its index, and from scalars.
 POINTWISE = Rule(_stretch, is_entrywise=True, is_pointwise=True)
-# Entries move to other places or devices; a collective combines the entries of several devices.
-# Primitives that mix entries along an axis and keep the axis, such as `cumsum`, have no rule, so
-# the axes of leaves that enter them are unknown.
+# The primitive moves entries to other indices or devices, or combines entries of several devices. A
+# primitive that mixes the entries along an axis and keeps the axis, such as `cumsum`, has no rule,
+# so the axes of the leaves that enter the primitive are unknown.
 ENTRYWISE = Rule(_resize, is_entrywise=True)
 # Each result equals an operand; the primitive is a hint to the compiler.
 IDENTITY = Rule(_resize, is_entrywise=True, is_identity=True)
 # A result holds some entries of one operand, or all entries of several operands.
 PART = Rule(_resize, is_entrywise=True)
-# The entries of one operand replace entries of another, at indices that are operands.
+# The entries of one operand replace entries of another operand; further operands are the indices.
 UPDATE = Rule(None, is_entrywise=True)
 REDUCTION = Rule(_drop("axes"))
 
@@ -277,17 +281,17 @@ _UNKNOWN = Rule(None)
 
 
 def is_known(equation: _types.Equation) -> bool:
-  """Whether there is a rule for an equation's primitive."""
+  """Returns whether there is a rule for an equation's primitive."""
   return equation.primitive.name in RULES
 
 
 def rule_of(equation: _types.Equation) -> Rule:
-  """The rule of an equation's primitive; the rule of an unknown primitive moves no axis map."""
+  """Returns the rule of an equation's primitive, or a rule without `move` if there is none."""
   return RULES.get(equation.primitive.name, _UNKNOWN)
 
 
 def product_of(equation: _types.Equation) -> Product | None:
-  """The roles of dimensions in a matrix product or a convolution; None for other equations."""
+  """Returns the roles of a matrix product's or a convolution's dimensions, else None."""
   find = rule_of(equation).product
   return None if find is None else find(equation)
 
@@ -295,7 +299,10 @@ def product_of(equation: _types.Equation) -> Product | None:
 def move(
   equation: _types.Equation, operand: int, axis_map: AxisMap, result: int, by_data: bool = False
 ) -> AxisMap | None:
-  """Makes the axis map of an equation's result from the map of an operand; None if it has none."""
+  """Returns the axis map of an equation's result, made from the axis map of an operand.
+
+  Returns None if the result has no axis map.
+  """
   moved_by = rule_of(equation).move
   if moved_by is None:
     return None

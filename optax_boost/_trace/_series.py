@@ -1,7 +1,7 @@
 """Series of blocks: modules whose names differ by a number, or steps of a scan, in a row.
 
-:func:`find_series` finds them by the order of use, by the data that each leaf meets, and by where
-the paths have numbers, whatever the names. :func:`select` makes the series that a pattern selects.
+:func:`find_series` finds series by the order in which the loss uses leaves, by the data that each
+leaf meets, and by the numbers in paths. :func:`select` makes the series that a pattern selects.
 """
 
 import collections
@@ -15,7 +15,7 @@ from typing import NamedTuple
 from optax_boost._trace import _leaf_uses, _traced_leaves
 
 _NUMBERED = re.compile(r"(.*?)\d+", re.DOTALL)
-# A pattern that ends so selects the steps of the scan that slices the leaves.
+# A pattern with this end selects the steps of the scan that slices the leaves.
 _STEPS = "[*]"
 
 
@@ -27,21 +27,21 @@ class Series(NamedTuple):
 
   @property
   def length(self) -> int:
-    """The number of blocks."""
+    """Returns the number of blocks."""
     return sum(part.length for part in self.parts)
 
   @property
   def leaves(self) -> frozenset[int]:
-    """The leaves of all blocks."""
+    """Returns the leaves of all blocks."""
     return frozenset[int]().union(*(part.leaves for part in self.parts))
 
 
 def find_series(
   model: _traced_leaves.Model, num_kernels: int = 2
 ) -> tuple[list[Series], list[Series]]:
-  """Returns all series, the outermost first, and the outermost series alone, by first use.
+  """Returns all series, the outermost first, and, sorted by first use, the outermost series alone.
 
-  At least two blocks of a series have `num_kernels` kernels.
+  Two or more blocks of a series have `num_kernels` kernels or more.
   """
   numbered = _numbered_series(model, num_kernels)
   scans = [
@@ -58,7 +58,8 @@ def find_series(
   inner: dict[str, Series] = {}
   for series in [*scans, *numbered]:
     if not any(series is other for other in outermost):
-      # Series inside of the blocks of a series count as one: for example, the blocks of all stages.
+      # The series inside of an outer series' blocks are joined to one series: for example, the
+      # blocks of all stages.
       pattern = _generalize(series.pattern)
       joined = inner.setdefault(pattern, Series([], pattern))
       joined.parts.extend(series.parts)
@@ -66,13 +67,13 @@ def find_series(
 
 
 def _generalize(pattern: str) -> str:
-  """Replaces the numbers of outer modules by `*`, so that all blocks of a series match."""
+  """Replaces the numbers of outer modules in a pattern by `*`; returns the pattern."""
   parent, slash, last = pattern.rpartition("/")
   return re.sub(r"\d+(?=/|$)", "*", parent) + slash + last
 
 
 def _is_inside(series: Series, other: Series) -> bool:
-  """Whether a series is inside of one block of another series, or inside of a scan's steps."""
+  """Returns whether a series is inside of one block of another series, or of a scan's steps."""
   if other.parts[0].scan is not None:
     touched = [part for part in series.parts if part.leaves & other.parts[0].leaves]
     return series.parts[0].scan is None and len(touched) > 1
@@ -93,10 +94,10 @@ def _series_of_scan(model: _traced_leaves.Model, scan: _leaf_uses.LayerScan) -> 
 
 
 def _numbered_series(model: _traced_leaves.Model, num_kernels: int) -> list[Series]:
-  """The series of modules whose names differ by a number.
+  """Returns the series of modules whose names differ by a number, the outermost first.
 
-  Each module follows the module before it along the data, and is used before the next module. At
-  least two modules have `num_kernels` kernels.
+  Each module of a series gets data from the module before it, and is used before the next module.
+  Two or more modules have `num_kernels` kernels or more.
   """
   kernels = set(model.kernels)
   members: dict[str, set[int]] = {}
@@ -108,7 +109,8 @@ def _numbered_series(model: _traced_leaves.Model, num_kernels: int) -> list[Seri
   for module in members:
     if match := _NUMBERED.fullmatch(module):
       siblings.setdefault(match[1], []).append(module)
-  # A leaf that all blocks use, such as a table of relative positions, does not place its module.
+  # A leaf that is used several times, such as a table of relative positions that all blocks share,
+  # does not tell when its module is used.
   again = {leaf for leaf, number in collections.Counter(model.uses).items() if number > 1}
   series = []
   for stem, modules in siblings.items():
@@ -129,7 +131,7 @@ def _numbered_series(model: _traced_leaves.Model, num_kernels: int) -> list[Seri
 
 
 def _pattern_of(model: _traced_leaves.Model, stem: str, modules: list[str]) -> str:
-  """The shortest pattern that selects these modules and no other modules."""
+  """Returns the shortest pattern that selects these modules and no other modules."""
   for numbers in ("*", "[0-9]*"):
     pattern = glob.escape(stem) + numbers
     if set(_matches(model, pattern)) == set(modules):
@@ -138,7 +140,7 @@ def _pattern_of(model: _traced_leaves.Model, stem: str, modules: list[str]) -> s
 
 
 def _matches(model: _traced_leaves.Model, pattern: str) -> dict[str, list[int]]:
-  """The modules or leaves that a pattern selects, and the leaves of each, by first use."""
+  """Returns the modules or leaves that a pattern selects, and the leaves of each, by first use."""
   pattern_names = pattern.replace(".", "/").split("/")
   leaves_of: dict[str, list[int]] = {}
   for i in model.order:
@@ -149,7 +151,10 @@ def _matches(model: _traced_leaves.Model, pattern: str) -> dict[str, list[int]]:
 
 
 def _matched_length(names: Sequence[str], pattern_names: Sequence[str]) -> int | None:
-  """The number of names at the start of a path that a pattern matches; `**` matches any number."""
+  """Returns how many names at the start of a path a pattern matches, or None for no match.
+
+  `**` in a pattern matches any number of names.
+  """
   if not pattern_names:
     return 0
   if pattern_names[0] == "**":
@@ -165,7 +170,10 @@ def _matched_length(names: Sequence[str], pattern_names: Sequence[str]) -> int |
 
 
 def select(model: _traced_leaves.Model, patterns: str) -> Series:
-  """The series of the blocks that are selected by patterns, which bars separate."""
+  """Returns the series of the blocks that patterns select; bars separate the patterns.
+
+  Raises ValueError for a pattern that selects nothing, and if a leaf is selected twice.
+  """
   scan_of = {leaf: scan for scan in model.layer_scans for leaf in scan.axis_of}
   modules: dict[str, list[int]] = {}
   sliced: set[_leaf_uses.LayerScan] = set()
@@ -173,7 +181,7 @@ def select(model: _traced_leaves.Model, patterns: str) -> Series:
     selected = _matches(model, pattern.removesuffix(_STEPS))
     leaves = [leaf for members in selected.values() for leaf in members]
     scans = {scan_of[leaf] for leaf in leaves if leaf in scan_of}
-    # Leaves of a single scan are used at once, so their blocks are the steps.
+    # If a single scan slices all selected leaves, the steps of the scan are the blocks.
     are_steps = len(scans) == 1 and all(leaf in scan_of for leaf in leaves)
     if not leaves or (pattern.endswith(_STEPS) and not scans):
       raise ValueError(_no_match(model, pattern, bool(leaves)))
@@ -194,7 +202,7 @@ def select(model: _traced_leaves.Model, patterns: str) -> Series:
 
 
 def _no_match(model: _traced_leaves.Model, pattern: str, has_leaves: bool) -> str:
-  """The message for a pattern that selects no leaves, or no steps of a scan."""
+  """Returns the message for a pattern that selects no leaves, or no steps of a scan."""
   if has_leaves:
     return (
       f"`blocks` has {pattern!r}, but no scan over layers slices these leaves. Omit {_STEPS!r}."

@@ -1,4 +1,4 @@
-"""A model as the trace of its loss shows it: its leaves, their uses, and which follow which."""
+"""The leaves of a traced loss: their order of use, and which leaves follow which."""
 
 from collections.abc import Iterable, Sequence
 import dataclasses
@@ -9,31 +9,33 @@ from optax_boost._trace import _flow, _layer_axes, _leaf_uses
 
 
 class Part(NamedTuple):
-  """The leaves of one block, or the leaves that a scan slices, which have a block for each step."""
+  """The leaves of one block; or leaves that `scan` slices, which have a block for each step."""
 
   leaves: frozenset[int]
   scan: _leaf_uses.LayerScan | None = None
 
   @property
   def length(self) -> int:
-    """The number of blocks."""
+    """Returns the number of blocks."""
     return 1 if self.scan is None else self.scan.length
 
   def numbers(self, first: int) -> list[int]:
-    """For each slice, the number of its block; `first` is the number of the first step's block."""
+    """Returns the number of each slice's block, for a first step with the number `first`."""
     numbers = list(range(first, first + self.length))
     return numbers[::-1] if self.scan is not None and self.scan.reverse else numbers
 
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-  """The leaves of a traced loss and their uses. Sets and lists of leaves hold their numbers.
+  """The leaves of a traced loss and their uses.
+
+  A leaf's number is its index in ``jax.tree.leaves(params)``; sets of leaves hold such numbers.
 
   Attributes:
-    leaves: the leaves; in their paths, `/` separates modules.
-    uses: the leaves in the order of their uses; a leaf that is used again is repeated.
+    leaves: the leaves; a `/` in a path separates modules.
+    uses: the numbers of the leaves in the order of uses; a leaf that is used again is repeated.
     scans: the scans over layers, in the order of the program.
-    flow: the leaves upstream of each leaf.
+    flow: the leaves that are upstream of each leaf, as `_flow` defines it.
   """
 
   leaves: list[_layer_axes.Leaf]
@@ -43,25 +45,25 @@ class Model:
 
   @functools.cached_property
   def order(self) -> dict[int, int]:
-    """The place of each used leaf in the order of first uses."""
+    """Returns the position of each used leaf in the order of first uses."""
     return {leaf: place for place, leaf in enumerate(dict.fromkeys(self.uses))}
 
   @functools.cached_property
   def kernels(self) -> list[int]:
-    """The kernels, by first use: leaves with a fan-in, or matrices whose axes are unknown."""
+    """Returns the kernels, by first use: leaves with a fan-in, or matrices of unknown axes."""
     return [i for i in self.order if _is_kernel(self.leaves[i])]
 
   def in_order(self, leaves: Iterable[int]) -> list[int]:
-    """Sorts by first use those of the leaves that the loss uses."""
+    """Returns those of the leaves that the loss uses, sorted by first use."""
     return sorted(self.order.keys() & set(leaves), key=self.order.__getitem__)
 
   def follows(self, later: Iterable[int], earlier: Iterable[int]) -> bool:
-    """Whether a leaf of `earlier` is upstream of a leaf of `later`."""
+    """Returns whether a leaf of `earlier` is upstream of a leaf of `later`."""
     return any(not self.flow.upstream[leaf].isdisjoint(earlier) for leaf in later)
 
   @functools.cached_property
   def layer_scans(self) -> list[_leaf_uses.LayerScan]:
-    """The scans whose steps follow each other, unlike a scan that sums over experts."""
+    """Returns the scans whose steps follow each other, unlike a scan that sums over experts."""
     ever = self.flow.ever_upstream
     return [
       scan
@@ -70,11 +72,11 @@ class Model:
     ]
 
   def begin(self, part: Part) -> int:
-    """The place of the first use of a part's leaves."""
+    """Returns the position of a part's first used leaf in the order of first uses."""
     return min(self.order[leaf] for leaf in part.leaves if leaf in self.order)
 
   def top_modules(self) -> dict[str, list[int]]:
-    """The modules, and their leaves, at the outermost depth that has several, by first use."""
+    """Returns, by first use, the leaves of the modules at the outermost depth that has several."""
     paths = {i: self.leaves[i].path.split("/") for i in self.order}
     depth = 1
     while True:
