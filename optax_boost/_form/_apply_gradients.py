@@ -17,18 +17,19 @@ def apply_gradients(
 ) -> tuple[optax.Params, optax.OptState]:
   """Makes a step in place: ``tx.update`` and ``optax.apply_updates`` in one call.
 
-  The arithmetic is that of ``tx.update``. If :func:`accumulate`, :func:`dynamic_loss_scale`,
-  :func:`master_weights`, :func:`stochastic_rounding` or :func:`average_params` is outermost, or
-  directly inside one of these, a skipped step touches neither params nor inner state, and needs no
-  memory for updates. :func:`make_train_step` makes its steps this way. Call it under ``jax.jit``
-  with params and state donated, in this order: JAX matches donated inputs to outputs by shape, in
-  order, and XLA copies an array that is matched with another one.
+  The arithmetic is the same as in ``tx.update``. If :func:`accumulate`,
+  :func:`dynamic_loss_scale`, :func:`master_weights`, :func:`stochastic_rounding` or
+  :func:`average_params` is outermost, or directly inside one of these, a skipped step touches
+  neither params nor inner state, and needs no memory for updates. The step of
+  :func:`make_train_step` calls this function. Call it under ``jax.jit``, and donate params and
+  state in this order: JAX matches donated inputs to outputs by shape, in order, and XLA copies an
+  input that is matched with an output other than its new value.
 
-  The params of :func:`sgperm` and :func:`laperm` become exactly the permuted ones;
-  ``optax.apply_updates`` may be one rounding off.
+  With :func:`sgperm` and :func:`laperm`, the new params are an exact permutation of earlier params.
+  The params that ``optax.apply_updates`` returns may differ from it by one rounding.
 
   Args:
-    tx: the transformation, any of optax's or ours.
+    tx: the transformation, of optax, of this package or your own.
     grads: the gradients, a tree of the params' structure and shapes.
     opt_state: the state of `tx`.
     params: the params.
@@ -56,7 +57,7 @@ def apply_gradients(
   .. note::
     To differentiate through a step in reverse mode, use ``tx.update``.
   """
-  # XLA 24: params come before the state in the results, so that both can be donated in this order.
+  # XLA 24: the results are params, then state, since donated arguments in this order match them.
   tx = _checks.check_transformation("tx", tx)
   _tree_checks.check_same_tree(grads, _tree_checks.differentiated_params(params), "apply_gradients")
   _state_check.check(tx, opt_state, params)
@@ -71,7 +72,7 @@ def step_in_place(
   params: optax.Params,
   extra_args: _types.ExtraArgs,
 ) -> tuple[optax.Params, optax.OptState]:
-  """The new params and state, from checked arguments."""
+  """Returns the new params and the new state of ``apply_gradients``; the arguments are checked."""
 
   def gradients() -> tuple[optax.Updates, _types.ExtraArgs]:
     return grads, dict(extra_args)

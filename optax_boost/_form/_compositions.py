@@ -1,9 +1,10 @@
 """Finds and replaces the transformations that a transformation holds.
 
-A transformation of this package names them in its :class:`~optax_boost._form._form.Form`. A user's
-wrapper names them by an attribute `wraps` of its ``update`` function, or of the object whose method
-``update`` is: a transformation or a tuple of transformations. A composition of optax keeps them in
-variables of its ``update``; the table ``_OPTAX`` says in which, and where their states are.
+A transformation of this package names its held transformations in its
+:class:`~optax_boost._form._form.Form`. A user's wrapper names one transformation, or a tuple of
+several, in an attribute `wraps` of its ``update`` function, or of the object that has the method
+``update``. A composition of optax, such as ``optax.chain``, keeps its held transformations in
+variables of its ``update``; the table ``_OPTAX`` lists these variables and where the states are.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -23,12 +24,13 @@ Update: TypeAlias = Callable[..., Any]
 
 
 class _Composition(NamedTuple):
-  """What is known of a function of optax whose transformation holds other transformations.
+  """Where a composition of optax, such as ``optax.chain``, keeps its held transformations.
 
   Attributes:
-    variables: the variables of its ``update`` that hold them.
-    states: from its state and the values of these variables to the states of the held
-      transformations, in the same order. None if these see params of other paths.
+    variables: the variables of its ``update`` that contain the held transformations.
+    states: a function from the composition's state and the values of these variables to the states
+      of the held transformations, in the same order. None if the held transformations see params of
+      other paths than the composition.
   """
 
   variables: tuple[str, ...]
@@ -63,7 +65,7 @@ _OPTAX = {
 def with_mapped_updates(
   tx: optax.GradientTransformationExtraArgs, function: Callable[[optax.Updates], optax.Updates]
 ) -> optax.GradientTransformationExtraArgs:
-  """A transformation with the same states that applies a function to its updates."""
+  """Returns a transformation with the states of `tx`, which applies `function` to the updates."""
 
   def update(
     grads: optax.Updates, state: optax.OptState, params: optax.Params | None = None, **extra: Any
@@ -76,7 +78,7 @@ def with_mapped_updates(
 
 
 def name_in_optax(update: Update) -> str | None:
-  """The name of the function of optax that made an ``update``, such as ``"chain"``, or None."""
+  """Returns the name of optax's function that made an ``update``, such as ``"chain"``, or None."""
   from_optax = (getattr(update, "__module__", None) or "").partition(".")[0] == "optax"
   if not from_optax or hasattr(update, "__wrapped__"):
     return None
@@ -84,7 +86,7 @@ def name_in_optax(update: Update) -> str | None:
 
 
 def _variables(update: Any) -> dict[str, Any]:
-  """The variables of enclosing functions that an ``update`` uses, by name."""
+  """Returns, by name, the variables of enclosing functions that an ``update`` uses."""
   names, cells = update.__code__.co_freevars, update.__closure__ or ()
   return {name: cell.cell_contents for name, cell in zip(names, cells, strict=True)}
 
@@ -94,9 +96,9 @@ def _composition(update: Update) -> _Composition | None:
 
 
 def held_updates(update: Update) -> list[Update]:
-  """The ``update`` functions of the transformations that a transformation holds directly.
+  """Returns the ``update`` functions of the transformations that a transformation holds directly.
 
-  ``optax.inject_hyperparams`` makes a new transformation in each step, so it holds none.
+  ``optax.inject_hyperparams`` makes a new transformation in each step, so its list is empty.
   """
   form = _form.form_of(update)
   if form is not None:
@@ -124,9 +126,10 @@ def held_updates(update: Update) -> list[Update]:
 
 
 def held_states(update: Update, state: optax.OptState) -> Sequence[optax.OptState] | None:
-  """The states of :func:`held_updates`; None if :func:`replace_held_updates` can't replace these.
+  """Returns the states of the transformations that :func:`held_updates` lists, in the same order.
 
-  `state` may be any tree of the state's structure.
+  Returns None if :func:`replace_held_updates` can't replace these transformations. `state` may be
+  any tree with the structure of the state.
   """
   form = _form.form_of(update)
   if form is not None:
@@ -143,7 +146,7 @@ def held_states(update: Update, state: optax.OptState) -> Sequence[optax.OptStat
 
 
 def replace_held_updates(update: Any, replace: Callable[[int, Update], Update]) -> Update:
-  """The same transformation with ``replace(i, update)`` for the i-th of :func:`held_updates`."""
+  """Returns an ``update`` with the i-th held one replaced by ``replace(i, held_update)``."""
   indices = itertools.count()
 
   def replaced(value: Any) -> Any:
@@ -170,7 +173,7 @@ def replace_held_updates(update: Any, replace: Callable[[int, Update], Update]) 
     new = {"inner_factory": lambda **hyperparams: replaced(factory(**hyperparams))}
   else:
     new = {name: replaced(variables[name]) for name in composition.variables}
-  # A copy of the function with new values of these variables.
+  # Copy the function `update`, with new values of the variables that contain held transformations.
   names, cells = update.__code__.co_freevars, update.__closure__
   function = types.FunctionType(
     update.__code__,
@@ -191,7 +194,7 @@ def _is_jitted(update: Update) -> bool:
 
 
 def _map_updates(value: Any, function: Callable[[Update], Update]) -> Any:
-  """Replaces each ``update`` function in the value of a variable, which may be a container."""
+  """Replaces each ``update`` function in a value, which may be a container; returns the value."""
   if isinstance(value, optax.GradientTransformation):
     return optax.GradientTransformationExtraArgs(value.init, function(value.update))
   if isinstance(value, dict):
@@ -207,7 +210,7 @@ def around_innermost(
     [optax.GradientTransformationExtraArgs], optax.GradientTransformationExtraArgs
   ],
 ) -> optax.GradientTransformationExtraArgs:
-  """The same wrappers of this package around ``function(tx)`` for each innermost `tx`."""
+  """Returns `tx` with each innermost transformation in its wrappers mapped by `function`."""
   form = _form.form_of(tx.update)
   if form is None or not form.holds_an_optimizer or form.rebuild is None:
     return function(tx)
@@ -215,7 +218,7 @@ def around_innermost(
 
 
 def updates_in(tx: optax.GradientTransformation) -> Iterator[Update]:
-  """The ``update`` functions of a transformation and of all inside it, outermost first."""
+  """Yields the ``update`` of a transformation and of all transformations in it, outermost first."""
   pending = [tx.update]
   while pending:
     update = pending.pop()
@@ -224,13 +227,13 @@ def updates_in(tx: optax.GradientTransformation) -> Iterator[Update]:
 
 
 def forms(tx: optax.GradientTransformation) -> list[_form.Form]:
-  """The forms of a transformation and of all inside it that have one, outermost first."""
+  """Returns the Forms of a transformation and of all transformations in it, outermost first."""
   forms_or_none = map(_form.form_of, updates_in(tx))
   return [form for form in forms_or_none if form is not None]
 
 
 def names_extra_argument(tx: optax.GradientTransformation, name: str) -> bool:
-  """Whether a transformation, or one inside it, names an extra argument."""
+  """Returns whether a transformation, or one inside of it, takes the extra argument `name`."""
   for update in updates_in(tx):
     form = _form.form_of(update)
     named = inspect.signature(update).parameters if form is None else form.extra_args

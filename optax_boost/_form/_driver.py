@@ -1,19 +1,19 @@
 """Drives the steps of wrappers, each of which may skip a step.
 
-A wrapper has two methods. `before` says which gradients the inner transformation gets and whether
-the step is made; `after` computes the wrapper's new state from the step's outcome. :func:`run`
-calls `before` of each wrapper from the outside in, makes the step of the innermost transformation,
-which may be any of optax's, and calls `after` of each wrapper from the inside out. The step is made
-only if every wrapper allows it; a skipped step changes neither params nor inner states. Every
-wrapper sees the updates that are added to the params, in any nesting.
+A wrapper has two methods. `before` decides which gradients the inner transformation gets, and
+whether the step is made; `after` computes the wrapper's new state from the step's outcome.
+:func:`run` calls `before` of each wrapper from the outside in, makes the step of the innermost
+transformation, which may be any of optax's, and calls `after` of each wrapper from the inside out.
+The step is made only if every wrapper allows it; a skipped step changes neither params nor inner
+states. Every wrapper sees the updates that are added to the params, in any nesting.
 
-A :class:`StepPlan` says whether the step returns updates, which the caller adds, or applies them to
-the params. ``lax.cond`` stores the updates that it returns, zeros if the step is skipped, and
-copies the state. A while loop of at most one turn updates params and state in place (XLA 10), so
-that a skipped step costs nothing.
+A :class:`StepPlan` tells whether the step returns updates, which the caller adds to the params, or
+applies the updates to the params. ``lax.cond`` stores the updates that it returns (zeros if the
+step is skipped), and copies the state. A while loop with at most one iteration updates params and
+state in place (XLA 10), so that a skipped step costs nothing.
 
-Inputs of a loop are materialized, so a call holds a function that returns the gradients: XLA then
-fuses the wrappers' arithmetic on gradients into the loop's work on each leaf.
+XLA materializes the inputs of a loop. So a :class:`Call` holds a function that returns the
+gradients, and XLA fuses the wrappers' arithmetic on gradients into the loop's work on each leaf.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,13 +27,14 @@ import optax
 from optax_boost._form import _exact_params, _finiteness, _form, _skipped_steps
 from optax_boost._foundation import _arrays, _conditionals, _mesh_axes, _types
 
-# Returns the gradients and the extra arguments of ``update``.
+# A function without arguments that returns the gradients and the extra arguments of ``update``.
 Gradients: TypeAlias = Callable[[], tuple[optax.Updates, _types.ExtraArgs]]
-# From a transformation to one with the same states that changes its updates and new states.
+# A function that returns, for a transformation, one with the same structure of states, which makes
+# other updates and new states.
 Change: TypeAlias = Callable[
   [optax.GradientTransformationExtraArgs], optax.GradientTransformationExtraArgs
 ]
-# The params, or what :class:`ParamsAccess` reads them from.
+# The params, or the arrays from which :class:`ParamsAccess` reads the params.
 StoredParams: TypeAlias = Any
 # The result of a step: the new stored params, or updates.
 StepResult: TypeAlias = Any
@@ -44,13 +45,13 @@ def _identity(x: Any) -> Any:
 
 
 class ParamsAccess(NamedTuple):
-  """Reads a transformation's params from where they are stored, and stores new ones.
+  """Reads params from stored params, such as params with float32 masters, and writes new ones.
 
   Attributes:
-    read: from the stored params to the params that the transformation sees.
-    write: from the stored params, the new params and the old ones that `read` gave, to the new
-      stored params.
-    read_new: from the new stored params to the new params, as the transformation sees them.
+    read: returns, from the stored params, the params that the transformation sees.
+    write: returns the new stored params, from the stored params, the new params, and the old params
+      that `read` returned.
+    read_new: returns, from the new stored params, the new params that the transformation sees.
   """
 
   read: Callable[[StoredParams], optax.Params] = _identity
@@ -65,18 +66,18 @@ _DIRECT_ACCESS = ParamsAccess()
 
 @dataclasses.dataclass(frozen=True)
 class StepPlan:
-  """How the innermost transformation makes its step. A wrapper may pass on a changed plan.
+  """How the innermost transformation makes its step. A wrapper may change the plan in `before`.
 
   Attributes:
-    applies_updates: whether the step's result is the new stored params; otherwise it is updates.
-    in_place: whether a while loop makes the step, in place; otherwise ``lax.cond`` does, which has
-      a reverse-mode derivative.
+    applies_updates: whether the step's result is the new stored params; else the result is updates.
+    in_place: whether a while loop makes the step, in place; else ``lax.cond`` makes the step, and
+      has a reverse-mode derivative.
     checks_result: whether a step is skipped if it would make an entry NaN or infinite.
-    on_all_devices: from a flag to whether it holds on all devices that make the step together.
-    change: from the innermost transformation to the one that is called instead. Changes of inner
-      wrappers act on the updates first.
+    on_all_devices: returns whether a flag holds on all devices that make the step together.
+    change: returns the transformation that is called in place of the innermost transformation. The
+      changes of inner wrappers act on the updates first.
     cast_updates: casts updates to their final dtypes, before they are applied. None: no cast.
-    access: how params are read and written.
+    access: reads and writes the params.
   """
 
   applies_updates: bool
@@ -90,21 +91,21 @@ class StepPlan:
   def with_check(
     self, on_all_devices: Callable[[_types.BoolScalar], _types.BoolScalar]
   ) -> "StepPlan":
-    """The same plan, but a step that would make an entry NaN or infinite is skipped."""
+    """Returns the plan, changed to skip a step that would make an entry NaN or infinite."""
     outer = self.on_all_devices
     return dataclasses.replace(
       self, checks_result=True, on_all_devices=lambda flag: outer(on_all_devices(flag))
     )
 
   def with_change(self, change: Change) -> "StepPlan":
-    """The same plan, but `change` acts on the updates before the changes of outer wrappers."""
+    """Returns the plan with a further change, which acts before the changes of outer wrappers."""
     outer = self.change
     return dataclasses.replace(self, change=lambda tx: outer(change(tx)))
 
   def compute_if(
     self, condition: _types.Condition, function: Callable[..., Sequence[Any]], *carry: Any
   ) -> tuple[Any, ...]:
-    """Calls ``function(*carry)`` if `condition`, else returns `carry`: ``(called, *results)``."""
+    """Returns ``(called, *results)``: ``function(*carry)`` if `condition`, else `carry`."""
     if condition is True:
       return condition, *function(*carry)
     if self.in_place:
@@ -127,9 +128,9 @@ class Call(NamedTuple):
 
   Attributes:
     gradients: returns the gradients and extra arguments.
-    stored_params: the params, in the form that ``plan.access`` reads; None if there are none.
-    makes_step: whether the step is made. A wrapper can forbid a step, not force one: the driver
-      adds the conditions of outer wrappers.
+    stored_params: the params, as ``plan.access`` reads them; None if ``update`` got no params.
+    makes_step: whether the step is made. The step is made only if every wrapper allows it: the
+      driver combines the conditions of all wrappers.
     plan: how the step is made.
   """
 
@@ -140,11 +141,11 @@ class Call(NamedTuple):
 
   @property
   def params(self) -> optax.Params | None:
-    """The params that the transformation sees; None if ``update`` was called without."""
+    """Returns the params that the transformation sees; None if ``update`` got no params."""
     return None if self.stored_params is None else self.plan.access.read(self.stored_params)
 
   def passes(self, check: Callable[[], _types.BoolScalar]) -> _types.BoolScalar:
-    """The result of a check, which is computed only if the step is to be made; otherwise True."""
+    """Returns the result of ``check()``, or, without a call of it, True if the step is not made."""
     if self.makes_step is True:
       return check()
     _, passed = self.plan.compute_if(self.makes_step, lambda _: (check(),), jnp.asarray(True))
@@ -153,7 +154,7 @@ class Call(NamedTuple):
   def compute_if(
     self, condition: _types.Condition, function: Callable[..., Sequence[Any]], *carry: Any
   ) -> Sequence[Any]:
-    """``function(*carry)`` if `condition` and the step is to be made, else `carry`; in place."""
+    """Returns ``function(*carry)`` if `condition` holds and the step is made, else `carry`."""
     condition = _conditionals.both(self.makes_step, condition)
     _, *results = self.plan.compute_if(condition, function, *carry)
     return results
@@ -176,16 +177,16 @@ class Outcome(NamedTuple):
 
 
 class Wrapper(Protocol):
-  """A transformation that decides about the steps of another one, `inner`.
+  """A transformation that decides about the steps of another transformation, `inner`.
 
-  Its state has the fields `inner_state` and `made`, which the driver sets. The state's class
-  declares ``outcome=("made",)`` (:mod:`optax_boost._form._protocol`), by which outer
-  transformations and the train step learn of skipped steps.
+  The state of a wrapper has the fields `inner_state` and `made`, which the driver sets. The class
+  of the state declares ``outcome=("made",)`` (:mod:`optax_boost._form._protocol`), so that outer
+  transformations and the train step find skipped steps.
   """
 
   @property
   def inner(self) -> optax.GradientTransformationExtraArgs:
-    """The transformation about whose steps it decides."""
+    """Returns the transformation about whose steps the wrapper decides."""
 
   def init(self, params: optax.Params) -> optax.OptState:
     """Returns the initial state."""
@@ -209,12 +210,12 @@ class Wrapper(Protocol):
 def pass_on(
   wrapper: Wrapper, call: Call, outcome: Outcome, state: optax.OptState, context: Any
 ) -> tuple[StepResult, optax.OptState]:
-  """The method `after` of a wrapper that adds nothing to the outcome."""
+  """Returns the result and state unchanged: the method `after` of a wrapper that needs none."""
   return outcome.result, state
 
 
 def run(tx: optax.GradientTransformation, call: Call, state: optax.OptState) -> Outcome:
-  """Makes or skips the step of a transformation, and calls the wrappers in it."""
+  """Makes or skips the step of a transformation, through all its wrappers; returns the outcome."""
   form = _form.form_of(tx.update)
   wrapper: Wrapper | None = None if form is None else form.wrapper
   if form is None or wrapper is None:
@@ -227,7 +228,8 @@ def run(tx: optax.GradientTransformation, call: Call, state: optax.OptState) -> 
   result, last_state = wrapper.after(call, outcome, new_state, context)
   last_state = _new_if(call.makes_step, last_state, new_state, scalars_only=True)
   last_state = last_state._replace(inner_state=outcome.state, made=jnp.asarray(outcome.made))
-  # Only the innermost wrapper that asks for the check counts the steps that fail it.
+  # Only the innermost wrapper that asks for the check of the result counts the steps that fail the
+  # check, so outer wrappers see False.
   asks = inner_call.plan.on_all_devices is not call.plan.on_all_devices
   failed_check = jnp.asarray(False) if asks else outcome.failed_check
   return Outcome(result, last_state, outcome.made, failed_check)
@@ -240,7 +242,10 @@ def _new_if(
   *,
   scalars_only: bool = False,
 ) -> optax.OptState:
-  """The new state if `condition`, else the old one; `scalars_only` applies this to scalars."""
+  """Returns the new state if `condition`, else the old state.
+
+  With `scalars_only`, arrays with axes are taken from the new state.
+  """
   if condition is True:
     return new
 
@@ -255,7 +260,7 @@ def _new_if(
 
 
 def _run_innermost(tx: optax.GradientTransformation, call: Call, state: optax.OptState) -> Outcome:
-  """Makes the step of a transformation that is not a wrapper, or skips it."""
+  """Makes or skips the step of a transformation that is not a wrapper; returns the outcome."""
   plan = call.plan
   tx = plan.change(optax.with_extra_args_support(tx))
 
@@ -284,7 +289,8 @@ def _run_innermost(tx: optax.GradientTransformation, call: Call, state: optax.Op
   def check() -> _types.BoolScalar:
     nonlocal checked
     params, updates, new_state = update(call.stored_params, state)
-    # The check sees the dtypes in which the state is kept: a number may overflow in float16.
+    # The new state is cast to the dtypes in which it will be kept, since a number that is finite in
+    # float32 may be infinite in float16.
     new_state = _arrays.cast_like(new_state, state)
     checked = params, updates, new_state
     new, old = updates, jax.tree.map(jnp.zeros_like, updates)
@@ -300,7 +306,7 @@ def _run_innermost(tx: optax.GradientTransformation, call: Call, state: optax.Op
   if makes_step is True:
     result, new_state = step(call.stored_params, state)
   elif _conditionals.is_concrete(makes_step) and makes_step and checked is not None:
-    # Outside a trace, the update that was computed for the check is used.
+    # Outside of a trace, the update that was computed for the check is applied.
     result, new_state = apply(call.stored_params, *checked)
   elif plan.applies_updates:
     made, result, new_state = plan.compute_if(makes_step, step, call.stored_params, state)
@@ -314,5 +320,5 @@ def _run_innermost(tx: optax.GradientTransformation, call: Call, state: optax.Op
 
 
 def _as_condition(flag: _types.Condition) -> _types.Condition:
-  """True in place of the NumPy bool that `made_step` returns if no state tells."""
+  """Returns a flag if it is an array, else True, since `made_step` found no state that tells."""
   return flag if isinstance(flag, jax.Array) else True

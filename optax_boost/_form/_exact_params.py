@@ -1,8 +1,8 @@
-"""Applies updates to params without rounding where a state holds the exact new params.
+"""Applies updates to params; where a state holds the exact new params, takes these.
 
-The params after a step of ``sgperm`` or ``laperm`` are a permutation of earlier ones, and their
-states hold it (``exact`` in :mod:`optax_boost._form._protocol`). Adding an update to a param may be
-one rounding off.
+The params after a step of ``sgperm`` or ``laperm`` are a permutation of earlier params, which the
+method's state holds (``exact`` in :mod:`optax_boost._form._protocol`). The sum of a param and an
+update may differ from the permuted param by one rounding.
 """
 
 import functools
@@ -18,7 +18,7 @@ from optax_boost._foundation import _masks, _placement, _types
 def apply_updates(
   params: optax.Params, updates: optax.Updates, state: optax.OptState
 ) -> optax.Params:
-  """``optax.apply_updates``, but an entry whose update leads to an exact param becomes that one."""
+  """Returns params plus updates, or, where a state holds the exact sum, the exact params."""
   new = optax.apply_updates(params, updates)
   structure: _types.TreeDef = jax.tree.structure(params, is_leaf=_masks.is_masked)
   for node in _protocol.declaring_states(state, "exact"):
@@ -42,13 +42,13 @@ def _exact_if_reached(
   update: jax.Array,
   exact: jax.Array | optax.MaskedNode,
 ) -> jax.Array:
-  """Takes `exact` in each entry where `update` leads from `old` to it, and `new` elsewhere."""
+  """Returns the entries of `exact` where `update` is their difference to `old`, else of `new`."""
   if _masks.is_masked(exact) or jnp.shape(exact) != jnp.shape(new):
     return new
   exact = _placement.in_device_memory(exact).astype(new.dtype)
   dtype = jnp.promote_types(new.dtype, update.dtype)
   step = exact.astype(dtype) - old.astype(dtype)
-  # The tolerance is relative to the step: an update that was changed afterwards, such as one that
-  # was set to zero in a frozen leaf, is added as it is.
+  # The tolerance is relative to the step. If another transformation has changed an update, such as
+  # to zero in a frozen leaf, the update does not lead to `exact`, and `new` is taken.
   leads = jnp.isclose(update.astype(dtype), step, jnp.finfo(update.dtype).eps, 0, equal_nan=True)
   return jnp.where(leads & is_valid, exact, new)

@@ -4,9 +4,9 @@
 of a tree: they replace each good entry by zero and each bad entry by NaN. The sum is then finite
 exactly if all entries are good, and takes one pass over memory.
 
-Two cheaper proofs rest on the definition: if the square of an entry is finite, the entry is; if the
-largest magnitude in an array is finite, all its entries are. A stricter definition may bound the
-magnitude, but must accept every entry whose square is finite, or these proofs fail.
+Two cheaper proofs rest on the definition: if the square of an entry is finite, the entry is finite;
+if the largest magnitude in an array is finite, all entries of the array are finite. If you make the
+definition stricter, it must still accept every entry whose square is finite, or these proofs fail.
 """
 
 import collections
@@ -21,19 +21,20 @@ import optax
 
 from optax_boost._foundation import _arrays, _conditionals, _placement, _types
 
-# XLA 1: one loop checks `_TOGETHER` params, if each has fewer than `_SMALL` entries. The time to
-# compile a loop grows with the square of the number of params in it.
+# XLA 1: one loop checks `_TOGETHER` params, if each has fewer than `_SMALL` entries. The number is
+# small, since the time to compile a loop grows with the square of the number of its params.
 _SMALL = 8192
 _TOGETHER = 8
-# XLA 12: XLA for CPUs stores what it sums, so it sums this many entries before it reads more.
+# XLA 12: XLA for CPUs stores the terms of a sum. So this number of entries is summed before the
+# next entries are read.
 _LINK = 2**19
 
-# A new array and the old one in its place; None: there is no old one.
+# A new array and the old array that it replaces, or None if there is no old array.
 _Pair: TypeAlias = tuple[jax.Array, jax.Array | None]
 
 
 def finite_entries(x: jax.Array) -> jax.Array:
-  """Which entries of a gradient, param or state are finite: bools in the shape of `x`."""
+  """Returns, for each entry of a gradient, param or state, whether it is finite."""
   return jnp.isfinite(x)
 
 
@@ -42,11 +43,11 @@ def all_finite(
   divisor: jax.typing.ArrayLike = 1.0,
   divide: Callable[[_types.SameTree], _types.SameTree] = lambda tree: tree,
 ) -> _types.BoolScalar:
-  """Whether every entry of ``divide(tree)`` is finite; `divide` divides a tree by `divisor`.
+  """Returns whether every entry of ``divide(tree)``, a tree divided by `divisor`, is finite.
 
-  A finite sum of squares proves it, and XLA for CPUs computes the sum without storing anything. If
-  the squares overflow, a loop checks every entry. Inputs of a loop are stored, so pass a tree that
-  is stored anyway.
+  A finite sum of squares proves that all entries are. XLA for CPUs stores nothing for this sum. If
+  the sum overflows, a loop checks every entry. XLA stores the loop's input, which should be stored
+  anyway.
   """
   tree = jax.lax.stop_gradient(tree)
   squares = _arrays.sum_squares_of_tree(tree).astype(jnp.float32) / divisor / divisor
@@ -59,21 +60,21 @@ def none_lost(
   new_state: optax.OptState = (),
   old_state: optax.OptState = (),
 ) -> _types.BoolScalar:
-  """Whether every entry that is finite in `old` is finite in `new`, and in the state likewise.
+  """Returns whether every entry that is finite in `old` and `old_state` is finite in the new trees.
 
-  An entry that is infinite in `old`, such as the initial best loss of a search, may stay infinite
-  or become finite, but not NaN. One loop checks a param and its moments, since XLA computes them
-  from the same arrays and so reads these once.
+  An entry that is infinite in an old tree, such as the initial best loss of a search, must not
+  become NaN. One loop checks a param and its moments, which XLA computes from the same arrays, so
+  that XLA reads these arrays once.
   """
   param_pairs, state_pairs = _inexact_pairs(new, old), _inexact_pairs(new_state, old_state)
   return _is_sound(_group_by_param(param_pairs, state_pairs))
 
 
 def sum_is_finite(total: _types.Tree, addend: _types.Tree) -> _types.BoolScalar:
-  """Whether all entries of ``total + addend`` are finite; those of `total` must be.
+  """Returns whether all entries of ``total + addend`` are finite; the entries of `total` must be.
 
-  If the squares of the addend don't overflow, its entries are too small to make a finite sum
-  overflow, and `total` need not be read.
+  If the sum of the addend's squares is finite, the addend's entries are too small for the sum to
+  overflow, and `total` is not read.
   """
   total, addend = jax.lax.stop_gradient((total, addend))
 
@@ -94,8 +95,8 @@ def _every_entry_is_finite(tree: _types.Tree) -> _types.BoolScalar:
 def _unless_proven(
   proven: _types.BoolScalar, check: Callable[[], _types.BoolScalar]
 ) -> _types.BoolScalar:
-  """The result of a check, which is True without being computed if it is `proven`."""
-  # XLA 11: without the barrier the check would run in every step on TPUs.
+  """Returns True if `proven`, else the result of ``check()``, which then runs."""
+  # XLA 11: without the barrier, the check would run in every step on TPUs, even if it is proven.
   _, holds = _conditionals.once_if(
     ~proven, lambda _: (jax.lax.optimization_barrier(check()),), proven
   )
@@ -103,12 +104,12 @@ def _unless_proven(
 
 
 def _has_wide_range(dtype: _types.Dtype) -> bool:
-  """Whether a dtype has the range of float32 or a larger one."""
+  """Returns whether a dtype has at least the range of float32."""
   return float(jnp.finfo(dtype).max) > 1e38
 
 
 def _inexact_pairs(new: _types.Tree, old: _types.Tree) -> list[_Pair]:
-  """The pairs of leaves of a floating-point or complex dtype; integers are always finite."""
+  """Returns pairs of leaves with floating-point or complex dtypes; integers are always finite."""
   pairs = zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True)
   return [pair for pair in pairs if jnp.issubdtype(jnp.result_type(pair[0]), jnp.inexact)]
 
@@ -116,7 +117,7 @@ def _inexact_pairs(new: _types.Tree, old: _types.Tree) -> list[_Pair]:
 def _group_by_param(
   param_pairs: Sequence[_Pair], state_pairs: Sequence[_Pair]
 ) -> list[list[_Pair]]:
-  """Groups the pair of each param with those of its moments; a few small params form one group."""
+  """Returns groups of pairs: each param with its moments, and a few small params in one group."""
 
   def kind(pair: _Pair) -> tuple[Any, ...]:
     array = jax.typeof(pair[0])
@@ -140,13 +141,13 @@ def _group_by_param(
 
 
 def _is_sound(groups: Sequence[Sequence[_Pair]]) -> _types.BoolScalar:
-  """Whether no entry of any pair ``(new, old)`` is newly bad, or bad if `old` is None."""
+  """Returns whether no entry of any pair ``(new, old)`` is newly bad, or bad if `old` is None."""
   groups = jax.lax.stop_gradient(groups)
   return jax.lax.platform_dependent(groups, cpu=_sums_in_links, default=_sums)
 
 
 def _sums(groups: Sequence[Sequence[_Pair]]) -> _types.BoolScalar:
-  """:func:`_is_sound` by a sum for each array.
+  """Computes :func:`_is_sound` by a sum for each array.
 
   XLA for GPUs and TPUs computes these sums without temporaries (`make devices`).
   """
@@ -156,15 +157,15 @@ def _sums(groups: Sequence[Sequence[_Pair]]) -> _types.BoolScalar:
 
 
 def _sums_in_links(groups: Sequence[Sequence[_Pair]]) -> _types.BoolScalar:
-  """:func:`_is_sound` by a sum for each group, in a chain of links of at least `_LINK` entries.
+  """Computes :func:`_is_sound` by a sum for each group, in links of at least `_LINK` entries.
 
   XLA for CPUs stores the zeros and NaNs that it sums (XLA 12). Each link depends on the sums of the
-  one before, so XLA stores one link at a time, which stays in the cache.
+  previous link, so XLA stores one link at a time, which fits into the cache.
   """
   sums: list[jax.Array] = []
   link, entries = jnp.zeros([], jnp.float32), 0
   for group in groups:
-    # `link` is zero, or NaN if a bad entry was found, which makes the result False.
+    # `link` is zero, or, if a previous link has a bad entry, NaN, which makes the result False.
     products = [_zero_or_nan(new, old, link) for new, old in group]
     sums.append(jnp.sum(functools.reduce(jnp.add, products)))
     entries += sum(product.size for product in products)
@@ -174,7 +175,7 @@ def _sums_in_links(groups: Sequence[Sequence[_Pair]]) -> _types.BoolScalar:
 
 
 def _zero_or_nan(new: jax.Array, old: jax.Array | None, link: jax.Array) -> jax.Array:
-  """NaN where an entry is newly bad (finite before, or infinite and now NaN), else zero.
+  """Returns NaN where an entry is newly bad (finite before, or infinite and now NaN), else zero.
 
   If there is no `old`, every bad entry is newly bad.
   """

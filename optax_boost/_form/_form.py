@@ -1,4 +1,4 @@
-"""What a transformation of this package says of itself."""
+""":class:`Form`: how a transformation of this package describes itself."""
 
 from collections.abc import Callable
 import dataclasses
@@ -12,23 +12,25 @@ from optax_boost._foundation import _tree_checks, _types
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Form:
-  """Describes a transformation of this package, whose ``update`` has it as attribute `form`.
+  """Describes a transformation of this package; an attribute `form` of its ``update`` function.
 
   Attributes:
-    method: the name of its factory.
-    state_type: the class of its state.
-    wraps: the transformations that it holds.
+    method: the name of the function that makes the transformation.
+    state_type: the class of the transformation's state.
+    wraps: the transformations that the transformation holds.
     needs_params: whether ``update`` must be called with params.
     allows_complex: whether leaves may be complex.
     allows_pairs: whether the params may be the pair of ``optax.lookahead``.
-    extra_args: the names of the extra arguments that its step takes.
-    frozen_groups: the group of each leaf, if its state requests ``frozen_groups``.
-    wrapper: the :class:`optax_boost._form._driver.Wrapper`, if it is one.
-    changes: when it changes the updates of the transformation that it holds: "always", or only if
-      the params are in "half" precision.
-    keeps: what it computes from the params after a step: their "average", or their "rounding".
-    held_state_fields: the fields of its state that hold the states of `wraps`.
-    rebuild: from transformations in place of `wraps` to the same transformation around them.
+    extra_args: the names of the extra arguments that the transformation's step takes.
+    frozen_groups: the group of each leaf, if the state requests ``frozen_groups``.
+    wrapper: the :class:`optax_boost._form._driver.Wrapper`; None for a method.
+    changes: when the transformation changes the updates of the one that it holds: "always", or only
+      if the params are in "half" precision.
+    keeps: what the transformation computes from the params after a step: their "average", or their
+      "rounding".
+    held_state_fields: the fields of the state that hold the states of `wraps`.
+    rebuild: a function that takes transformations, and returns this transformation with them as its
+      `wraps`.
   """
 
   method: str
@@ -47,7 +49,7 @@ class Form:
 
   @property
   def holds_an_optimizer(self) -> bool:
-    """Whether it is a wrapper, whose state tells whether a step was made, and not a method."""
+    """Returns whether this is a wrapper, whose state tells whether a step was made."""
     return bool(self.wraps) and hasattr(self.state_type, "outcome")
 
   def check(
@@ -69,7 +71,7 @@ class Form:
 
 
 def wrappers_around(tx: optax.GradientTransformation) -> list[Form]:
-  """The wrappers that the driver calls before the innermost transformation, outermost first."""
+  """Returns the Forms of the wrappers around the innermost transformation, outermost first."""
   form = form_of(tx.update)
   if form is None or form.wrapper is None:
     return []
@@ -77,8 +79,9 @@ def wrappers_around(tx: optax.GradientTransformation) -> list[Form]:
 
 
 def form_of(update: Callable[..., Any]) -> Form | None:
-  """The form of an ``update`` function of this package; None for any other function.
+  """Returns the :class:`Form` of an ``update`` function of this package, else None.
 
-  ``functools.wraps`` copies attributes, so a function around ours may carry our form.
+  ``functools.wraps`` copies the attribute `form` to a function around our ``update``. That function
+  may compute other updates, so the result is None for each function with ``__wrapped__``.
   """
   return None if hasattr(update, "__wrapped__") else getattr(update, "form", None)

@@ -1,16 +1,17 @@
 """Two rules for the order of wrappers, and a few more compositions that are refused.
 
-First rule: a wrapper goes around a chain, never into one. Inside, the chain's other members would
-act in steps that the wrapper skips, or change updates after the wrapper has checked them.
+First rule: a wrapper goes around a chain, never into a chain. If a wrapper were a member of a
+chain, the other members would act in steps that the wrapper skips, or change updates that the
+wrapper has checked.
 
 Second rule: a wrapper that computes something from the new params (an average, masters, rounding)
 must see all changes of updates. Layer-wise decay and freezing change the updates of the innermost
-transformation that the driver calls. If that is a wrapper of optax, the change comes after it, and
-an average inside of it would follow other params.
+transformation that the driver calls. If this is a wrapper of optax, an average inside of it does
+not see the change, and would average other params.
 
-A transformation does not know what holds it, but every transformation calls the ``init`` of those
-that it holds. So the Python stack in a wrapper's ``init`` shows everything around the wrapper,
-whoever wrote it.
+A transformation does not know which transformations hold it, but every transformation calls the
+``init`` of the transformations that it holds. So the Python stack in a wrapper's ``init`` shows
+every transformation around the wrapper, also of optax and of users.
 """
 
 from collections.abc import Iterator
@@ -23,17 +24,18 @@ import optax
 
 from optax_boost._form import _form
 
-# Transformations that replace the updates of the one that they hold, at least in some steps.
+# Transformations that, at least in some steps, replace the updates of the transformation that they
+# hold.
 _REPLACING = (
   *("laperm", "switch_after", "optax.lookahead"),
   *("optax.mechanize", "optax.sam", "optax.schedule_free"),
 )
-# Packages whose functions on the stack are not reported as holders.
+# Packages whose functions on the stack are not taken for transformations around a wrapper.
 _PLUMBING = ("jax", "optax_boost")
 
 
 def check(form: _form.Form, params: optax.Params) -> None:
-  """Raises ValueError in a wrapper's ``init`` for an order that gives wrong steps."""
+  """Raises ValueError, in a wrapper's ``init``, if a transformation around it makes wrong steps."""
   name, in_chain, is_reached = form.method, True, True
   for holder, held_params in _holders():
     called = holder.method if isinstance(holder, _form.Form) else holder
@@ -63,17 +65,17 @@ def check(form: _form.Form, params: optax.Params) -> None:
 
 
 def _changes_what_is_kept(holder: _form.Form, params: optax.Params, form: _form.Form) -> bool:
-  """Whether `holder` changes updates from which the wrapper of `form` computes something."""
+  """Returns whether `holder` changes updates on which the average or rounding of `form` depends."""
   if holder.changes == "half":
     return form.keeps == "rounding" and _is_half(params)
   return holder.changes is not None and form.keeps is not None
 
 
 def _holders() -> Iterator[tuple[_form.Form | str, optax.Params]]:
-  """What holds the wrapper whose ``init`` runs, innermost first, with its params if they are known.
+  """Yields the transformations around the wrapper whose ``init`` runs, innermost first.
 
-  A holder of this package is given by its form, any other by its name. A chain of one member is
-  left out.
+  Yields pairs of a Form (or the name, if the transformation is not of this package) and the params
+  (None if unknown). Leaves out chains of one member.
   """
   frame: Any = sys._getframe(2)  # of the wrapper's `init`
   our_init = frame.f_code
@@ -91,7 +93,7 @@ def _holders() -> Iterator[tuple[_form.Form | str, optax.Params]]:
 
 
 def _is_half(params: optax.Params) -> bool:
-  """Whether any param is a floating-point array of fewer than 32 bits."""
+  """Returns whether any param is a floating-point array of fewer than 32 bits."""
 
   def is_half(leaf: Any) -> bool:
     dtype = jnp.result_type(leaf)

@@ -1,28 +1,33 @@
-"""What the class of a state declares, for the train step and for transformations around it.
+"""Declarations in the class of a state, which the train step and outer transformations read.
 
 The class of a method's state may declare tuples of field names:
 
-  metrics   fields that the train step reports: ``("trust_ratio", "lars/notfinite_count")``. A name
-            is the field's, or ends in it after a slash, so that no two methods share a name.
-  requests  fields by which the state requests something of the loss: ``("loss_scale",)``
+  metrics   fields that the train step reports: ``("trust_ratio", "lars/notfinite_count")``. A
+            metric's name is the name of the field, or a prefix, a slash and the name of the field.
+            The prefix distinguishes metrics of two methods whose fields have the same name.
+  requests  fields by which the state makes a request to the train step: ``("loss_scale",)``
   outcome   the field that tells whether the last call made a step: ``("made",)``
   skips     fields that count the calls that left their batch out: ``("notfinite_count",)``
-  exact     fields that hold the exact params after the step, to which the updates lead; a leaf that
-            the method does not change is ``optax.MaskedNode()``
+  exact     fields that hold the exact params after the step, which params plus updates may miss by
+            one rounding; a leaf that the method does not change is ``optax.MaskedNode()``
   exact_if  fields with a scalar bool; the fields in `exact` count only if all of them are True
 
 The train step knows four requests and no method by name:
 
-  loss_scale        scalar float32; the loss is multiplied by it before it is differentiated
-  frozen_groups     scalar int32; the backward pass of that many groups is not computed. The field
-                    `frozen_for`, scalar int32, says for how many steps, at least, the number stays
-  full_gradient     the mean gradient over all of the data, which ``TrainStep.refresh`` hands to
+  loss_scale        scalar float32; the train step multiplies the loss by this number before it
+                    differentiates the loss
+  frozen_groups     scalar int32; the number of first groups of layers whose backward pass is not
+                    computed. The field `frozen_for`, scalar int32, is a number of steps during
+                    which `frozen_groups` does not change
+  full_gradient     the mean gradient over all of the data, which ``TrainStep.refresh`` passes to
                     the state's method ``with_full_gradient(params, full_gradient)``
   weight_sum        the sum of the extra arguments `weight`, the sizes of micro-batches
 
-A class declares, not an array, so params may have any names. The field `hidden` of a state names
-the leaves that ``optax.masked`` hides from its method. The groups of leaves are static, so no state
-can hold them: the form of the transformation does (:mod:`optax_boost._form._form`).
+The declarations are attributes of the state's class, not entries of the state. So a param may be
+named ``metrics`` and is not taken for a declaration. The field `hidden` of a state lists the paths
+of the leaves that ``optax.masked`` hides from the method. The groups of leaves are static, so no
+state can hold the groups. The Form that describes the transformation holds them
+(:mod:`optax_boost._form._form`).
 """
 
 import collections
@@ -44,7 +49,7 @@ _State = TypeVar("_State")
 
 
 def declares(**declarations: tuple[str, ...]) -> Callable[[type[_State]], type[_State]]:
-  """Adds declarations such as ``metrics=("trust_ratio",)`` to the class of a state.
+  """Returns a decorator that adds declarations, such as ``metrics=("x",)``, to a state's class.
 
   The statement ``metrics = ("trust_ratio",)`` in the class would do the same, but mypy refuses it
   in a NamedTuple.
@@ -63,25 +68,25 @@ def declares(**declarations: tuple[str, ...]) -> Callable[[type[_State]], type[_
 @functools.cache
 def _declared_names(state_type: type, kind: str) -> tuple[str, ...]:
   names: Any = getattr(state_type, kind, None)
-  # A class may have a field `metrics`, too, which is a descriptor and not a tuple.
+  # A class may have a field called `metrics`. The attribute is then a descriptor, not a tuple.
   is_declaration = isinstance(names, tuple) and all(isinstance(name, str) for name in names)
   return names if is_declaration else ()
 
 
 def declared(state: _types.Tree, kind: str) -> tuple[str, ...]:
-  """The names that the class of a state declares; `kind` is ``"metrics"``, ``"requests"``, ..."""
+  """Returns the names that a state's class declares; `kind` is ``"metrics"`` or another kind."""
   state_type: Any = type(state)
   names = _declared_names(state_type, kind)
   if not names:
     return ()
-  # Moments may be instances of a user's model class with an attribute `metrics`. They are no
-  # states, and they lack the fields.
+  # A tree of moments may be an instance of a user's model class with an attribute `metrics`. Such a
+  # tree is not a state, and lacks the fields.
   fields = (hasattr(state, name.rpartition("/")[2]) for name in names)
   return names if isinstance(state, tuple) or all(fields) else ()
 
 
 def declaring_states(opt_state: optax.OptState, kind: str) -> list[optax.OptState]:
-  """The states in an optimizer state that declare a kind, each after those inside it."""
+  """Returns the states in an optimizer state that declare a kind, inner states first."""
   return [
     node
     for node in _trees.nodes(opt_state)
@@ -91,7 +96,10 @@ def declaring_states(opt_state: optax.OptState, kind: str) -> list[optax.OptStat
 
 
 def read_metrics(opt_state: optax.OptState) -> _types.Metrics:
-  """The declared metrics of all states; a name that occurs again is numbered: ``name_1``."""
+  """Returns, by name, the fields that the states in an optimizer state declare as metrics.
+
+  A second metric of the same name is returned as ``name_1``. A field that is None is left out.
+  """
   metrics: _types.Metrics = {}
   times: collections.Counter[str] = collections.Counter()
   for state in declaring_states(opt_state, "metrics"):
@@ -109,12 +117,12 @@ def _requesting_states(opt_state: optax.OptState, request: str) -> list[optax.Op
 
 
 def is_requested(opt_state: optax.OptState, request: str) -> bool:
-  """Whether any state makes a request."""
+  """Returns whether any state in an optimizer state declares the request `request`."""
   return bool(_requesting_states(opt_state, request))
 
 
 def requesting_state(opt_state: optax.OptState, request: str) -> optax.OptState:
-  """The state that makes a request, or None; raises ValueError if several states make it."""
+  """Returns the state that declares a request, or None; raises ValueError if several states do."""
   states = _requesting_states(opt_state, request)
   if len(states) > 1:
     types = ", ".join(type(state).__name__ for state in states)
@@ -129,10 +137,10 @@ def requesting_state(opt_state: optax.OptState, request: str) -> optax.OptState:
 
 
 def unseen_by_scale(opt_state: optax.OptState, tree: _types.Tree) -> list[jax.Array]:
-  """The leaves of a tree that no loss scale in an optimizer state sees.
+  """Returns the leaves of a tree that ``optax.masked`` hides from all loss scales in a state.
 
-  A wrapper may act on overflows in these leaves only: a loss scale that does not see an overflow
-  does not shrink.
+  A wrapper may act on overflows in these leaves alone: an overflow in another leaf is left to the
+  loss scale, which shrinks.
   """
   seen = [seen_leaves(state, tree) for state in _requesting_states(opt_state, LOSS_SCALE)]
   leaves = jax.tree.leaves(tree)
@@ -142,9 +150,9 @@ def unseen_by_scale(opt_state: optax.OptState, tree: _types.Tree) -> list[jax.Ar
 def renew_full_gradients(
   opt_state: optax.OptState, params: optax.Params, full_gradient: optax.Updates
 ) -> optax.OptState:
-  """Hands the mean gradient over all of the data to every state that requests it.
+  """Returns an optimizer state with the full gradient in every state that requests it.
 
-  Raises ValueError if no state does.
+  The full gradient is the mean over all of the data. Raises ValueError if no state requests it.
   """
   if not is_requested(opt_state, FULL_GRADIENT):
     raise ValueError(
@@ -163,7 +171,7 @@ def renew_full_gradients(
 
 
 def _field(state: _types.Tree, state_type: type, field: str, kind: str) -> Any:
-  """The field of a state or of its class; raises TypeError if there is none."""
+  """Returns a field of a state or of its class; raises TypeError if there is no such field."""
   if not hasattr(state, field):
     raise TypeError(
       f"`{state_type.__name__}` declares `{field}` in its `{kind}`, but has no such field. Its"
@@ -176,9 +184,9 @@ class GroupAssignment(NamedTuple):
   """The group of each leaf, for the request `frozen_groups`.
 
   Attributes:
-    number: from a tree to the tree of its leaves' groups. If a leaf holds layers of several groups,
-      its entry is an array of groups that broadcasts against the leaf.
-    num_groups: how many groups there are.
+    number: returns, for a tree, the tree of its leaves' groups. If a leaf holds layers of several
+      groups, the entry is an array of groups that broadcasts against the leaf.
+    num_groups: the number of groups.
   """
 
   number: Callable[[_types.Tree], _types.Tree]
@@ -186,11 +194,14 @@ class GroupAssignment(NamedTuple):
 
 
 def hidden_leaves(params: optax.Params) -> dict[str, optax.MaskedNode]:
-  """The field `hidden` of a state: the paths that ``optax.masked`` hides. It holds no arrays."""
+  """Returns a dict, without arrays, whose keys are the paths that ``optax.masked`` hides.
+
+  A state has this dict as its field `hidden`.
+  """
   return dict.fromkeys(_masks.masked_paths(params), optax.MaskedNode())
 
 
 def seen_leaves(state: optax.OptState, tree: _types.Tree) -> list[bool]:
-  """Whether the method of a state sees each leaf, that is, ``optax.masked`` does not hide it."""
+  """Returns for each leaf whether the state's method sees it: ``optax.masked`` does not hide it."""
   hidden = [f"{path}/" for path in getattr(state, "hidden", ())]
   return [not f"{path}/".startswith(tuple(hidden)) for path in _paths.leaf_paths(tree)]

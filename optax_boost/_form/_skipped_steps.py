@@ -1,7 +1,8 @@
 """Tells from the states before and after a call whether it made a step or left its batch out.
 
-States of this package declare it (:mod:`optax_boost._form._protocol`). Of optax's transformations,
-``MultiSteps``, ``apply_if_finite`` and ``partition`` are known.
+The classes of this package's states declare the fields that tell
+(:mod:`optax_boost._form._protocol`). The states of optax's ``MultiSteps``, ``apply_if_finite`` and
+``partition`` are known, too.
 """
 
 from collections.abc import Hashable
@@ -17,10 +18,10 @@ from optax_boost._foundation import _trees, _types
 
 
 def made_step(before: optax.OptState, after: optax.OptState) -> _types.Condition:
-  """Whether the call that led from one state to the other made a step; a scalar bool.
+  """Returns whether the call that led from state `before` to state `after` made a step.
 
-  The state of a wrapper tells it for everything inside. A transformation whose state does not tell
-  makes a step in every call.
+  The state of a wrapper tells this for all transformations inside. A transformation whose state
+  does not tell makes a step in every call.
   """
 
   def tells(node: _types.Tree) -> bool:
@@ -47,7 +48,7 @@ def made_step(before: optax.OptState, after: optax.OptState) -> _types.Condition
 def _part_made_step(
   before: dict[Hashable, optax.OptState], after: dict[Hashable, optax.OptState]
 ) -> _types.Condition:
-  """Whether any of the transformations that ``optax.partition`` holds made a step."""
+  """Returns whether any of the transformations that ``optax.partition`` holds made a step."""
   inner = {key: getattr(part, "inner_state", part) for key, part in after.items()}
   # A part whose state is an EmptyState is `optax.set_to_zero`, which moves no params; `optax.sgd`
   # and other chains have a tuple of states.
@@ -57,9 +58,10 @@ def _part_made_step(
 
 
 def left_out(before: optax.OptState, after: optax.OptState) -> _types.BoolScalar | None:
-  """Whether the call that led from one state to the other left its batch out.
+  """Returns whether the call that led from state `before` to state `after` left its batch out.
 
-  The call either skipped its step or dropped its micro-batch. None: no state counts such calls.
+  Such a call skipped its step or dropped its micro-batch. Returns None if no state counts such
+  calls.
   """
   optax_states = optax.MultiStepsState | optax.ApplyIfFiniteState
 
@@ -73,8 +75,8 @@ def left_out(before: optax.OptState, after: optax.OptState) -> _types.BoolScalar
   flags = []
   for old, new in zip(counting(before), counting(after), strict=True):
     if isinstance(new, optax.MultiStepsState):
-      # optax's functions that decide about skipping return `should_skip`, which holds for this call
-      # only if no count has moved.
+      # `should_skip` is the decision of optax's function about skipping a micro-batch. The call was
+      # skipped only if, in addition, no count has moved.
       if isinstance(new.skip_state, dict) and "should_skip" in new.skip_state:
         counts = zip(old[:2], new[:2], strict=True)
         unmoved = functools.reduce(operator.and_, [x == y for x, y in counts])

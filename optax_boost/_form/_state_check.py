@@ -1,7 +1,8 @@
-"""Refuses the state of another transformation, or of other params.
+"""Checks that raise for a state of another transformation, or of other params.
 
-:func:`check` compares a whole optimizer state with the one that ``init`` makes; train steps and
-``apply_gradients`` call it. The other functions check the state that one ``update`` gets.
+Train steps and ``apply_gradients`` call :func:`check`, which compares a whole optimizer state with
+the state that ``init`` makes. The other functions check the state of a single transformation, in
+its ``update``.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,7 +26,7 @@ _WRONG_TYPE = (
 
 
 def check_type(state: _types.OptState, state_type: type, method: str) -> None:
-  """Raises TypeError for the state of another transformation."""
+  """Raises TypeError unless a state has the class of the method's states."""
   if not isinstance(state, state_type):
     required, got = f"a {state_type.__name__}", f"a {type(state).__name__}"
     raise TypeError(_WRONG_TYPE.format(method=method, required=required, got=got))
@@ -34,7 +35,7 @@ def check_type(state: _types.OptState, state_type: type, method: str) -> None:
 def check_chain_types(
   states: Sequence[_types.OptState], state_types: Sequence[type], method: str
 ) -> None:
-  """Raises TypeError for a tuple of states other than those of a method's chain."""
+  """Raises TypeError unless a tuple of states has the classes of the states of a method's chain."""
   types = [type(state) for state in states]
   if types != list(state_types):
     required = ", ".join(expected.__name__ for expected in state_types)
@@ -45,7 +46,7 @@ def check_chain_types(
 def check_shapes(
   method: str, state_shapes: list[tuple[int, ...]], param_shapes: list[tuple[int, ...]]
 ) -> None:
-  """Raises ValueError if the leaves that a state keeps have other shapes than the params."""
+  """Raises ValueError if the leaves in a state have other shapes than the params."""
   if state_shapes != param_shapes:
     raise ValueError(
       f"`{method}` needs the params that its state was made for, of shapes"
@@ -59,8 +60,8 @@ def check(
 ) -> None:
   """Raises ValueError unless `opt_state` has the arrays that ``tx.init(params)`` makes.
 
-  Arrays of other params might broadcast against them. The check runs once for each transformation
-  and each combination of types.
+  Without the check, a state of other params might broadcast against the params. The check runs once
+  for each transformation and each combination of types.
   """
   structure: _types.TreeDef
   leaves, structure = jax.tree.flatten((opt_state, params))
@@ -83,9 +84,9 @@ def _difference(
   structure: _types.TreeDef,
   types: tuple[_ArrayType, ...],
 ) -> str:
-  """How a state differs from the one that ``init(params)`` makes; "" if it doesn't.
+  """Returns, in words, how a state differs from the state that ``init(params)`` makes, or "".
 
-  `structure` and `types` are those of the pair ``(opt_state, params)``.
+  `structure` and `types` are the tree structure and the array types of ``(opt_state, params)``.
   """
   opt_state, params = jax.tree.unflatten(
     structure, [jax.ShapeDtypeStruct(*shape_and_dtype) for shape_and_dtype in types]
@@ -107,10 +108,10 @@ def _difference(
 
 
 def _array_difference(expected: optax.OptState, opt_state: optax.OptState) -> str:
-  """How an array differs from the expected one of the same path; "" if none does.
+  """Returns, in words, how an array differs from the expected array of the same path, or "".
 
-  Only shapes of arrays and kinds of numbers must be equal: scalars of other authors' states may
-  grow in the first update, and an update may change the precision.
+  Only the shapes of arrays and the kinds of numbers must be equal. Scalars are not compared, since
+  the first update of another package may make arrays of them, or change a leaf's precision.
   """
   leaves = dict(zip(_paths.leaf_paths(opt_state), jax.tree.leaves(opt_state), strict=True))
   for path, array in zip(_paths.leaf_paths(expected), jax.tree.leaves(expected), strict=True):

@@ -4,8 +4,8 @@
 ``init(params)`` and ``step(updates, state, params)``. :func:`wrapper` makes a wrapper, which
 decides whether and how another transformation makes its step, from an object with the methods
 ``init``, ``before`` and ``after`` (:mod:`optax_boost._form._driver`). Both convert NumPy arrays to
-JAX arrays, check the arguments of ``update``, and attach a
-:class:`~optax_boost._form._form.Form`.
+JAX arrays, check the arguments of ``update``, and make a
+:class:`~optax_boost._form._form.Form` an attribute of ``update``.
 """
 
 from collections.abc import Callable
@@ -30,10 +30,11 @@ def transformation(
   allows_complex: bool = False,
   **form_options: Any,
 ) -> optax.GradientTransformationExtraArgs:
-  """Makes a method from ``init(params)`` and ``step(updates, state, params, **extra_args)``.
+  """Makes a transformation that computes updates from gradients, from `init` and `step`.
 
-  The step gets the extra arguments that it names as keywords, or all of them if it takes
-  ``**extra_args``. `form_options` are further attributes of the form.
+  ``step(updates, state, params, **extra_args)`` gets the extra arguments that are its keyword-only
+  parameters, or all extra arguments if it takes ``**extra_args``. `form_options` are further
+  attributes of the transformation's Form.
   """
   parameters = inspect.signature(step).parameters.values()
   takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
@@ -61,10 +62,10 @@ def wrapper(
   holder: _driver.Wrapper,
   **form_options: Any,
 ) -> optax.GradientTransformationExtraArgs:
-  """Makes a wrapper of ``holder.inner``, whose steps the methods of `holder` decide about.
+  """Makes a wrapper of ``holder.inner``; the methods of `holder` decide about the steps of it.
 
-  `form_options` are further attributes of the form. Raises TypeError if the class of the state does
-  not declare the field that tells whether a step was made.
+  `form_options` are further attributes of the wrapper's Form. Raises TypeError if the class of the
+  state does not declare ``outcome=("made",)``.
   """
   if getattr(state_type, "outcome", None) != ("made",):
     raise TypeError(
@@ -107,7 +108,7 @@ def _with_form(
     tuple[optax.Updates, optax.OptState],
   ],
 ) -> optax.GradientTransformationExtraArgs:
-  """A transformation whose ``update`` carries the form; `step` gets JAX arrays."""
+  """Makes a transformation with ``update.form = form``; `init` and `step` get JAX arrays."""
 
   def init_fn(params: optax.Params) -> optax.OptState:
     form.check_leaves(params)
@@ -124,6 +125,7 @@ def _with_form(
     updates, params = _arrays.as_jax((updates, params))
     return step(updates, state, params, _extra_args.as_jax_gradients(extra_args))
 
-  # The form is an attribute of the function, since `jax.tree.map` makes a new pair of functions.
+  # The form is an attribute of the function `update`, not of the pair of functions, since
+  # `jax.tree.map` makes a new pair.
   update.form = form  # type: ignore[attr-defined]
   return optax.GradientTransformationExtraArgs(init_fn, update)
