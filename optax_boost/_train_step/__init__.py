@@ -1,21 +1,20 @@
-"""A train step that hands every method the extra arguments that it needs.
+"""A train step that passes the extra arguments that every method needs to ``update``.
 
-It knows the protocol and no method by name. The modules, each of which imports those before it:
+The train step reads what a state declares (:mod:`optax_boost._form._protocol`), and knows no method
+by name. The modules, each of which imports those before it:
 
-  _loss_output             what a loss may return, brought into one form
+  _loss_output             brings what a loss may return into one form
   _traced_loss             the loss as a traced program
   _state_requests          what the optimizer state requests of the loss: a scale, frozen layers
   _objective               the loss and its gradient as functions of the params; complex gradients
   _train_state             the state that training carries
-  _state_placement         on which devices the arrays of that state lie
+  _state_placement         the devices of the arrays in a train state
   _metrics                 metrics in the form that loggers take
-  _frozen_statistics       the statistics of frozen layers, which are not updated
+  _frozen_statistics       keeps the statistics of frozen layers as they are
   _written_params          params that a forward pass writes
-  _rejected_batch          what a step keeps as it was if a wrapper leaves its batch out
-  _step_computation        the computation of a step: its extra arguments, and when it replays a
-                           traced loss
-  _frozen_depth            how many groups the next step freezes, read from the device only when it
-                           may have changed
+  _rejected_batch          keeps the statistics as they were if a wrapper leaves a batch out
+  _step_computation        the computation of a step, with its extra arguments
+  _frozen_depth            reads the number of groups that the next step freezes
   _background_compilation  compiles programs in a thread
   _step                    the jitted step: its options, its calls, its state
 """

@@ -1,4 +1,4 @@
-"""Compiles programs in a thread, while the training that will need them goes on."""
+"""Compiles programs in a thread, while training continues."""
 
 from collections.abc import Sequence
 import concurrent.futures
@@ -7,11 +7,11 @@ import jax
 
 
 def compile_programs(programs: Sequence[jax.stages.Lowered]) -> concurrent.futures.Future[None]:
-  """Starts to compile `programs`, one after the other; the future is done when all are.
+  """Starts a thread that compiles `programs`; returns a future that is done after the last.
 
-  XLA releases Python's interpreter while it compiles, and ``jax.jit`` finds what was compiled when
-  it is called with such arguments. Programs are traced by the caller, whose thread has the
-  contexts that a trace depends on, as ``jax.set_mesh``.
+  XLA releases Python's interpreter lock while it compiles. A later call of the function under
+  ``jax.jit`` finds the compiled program. The caller traces the programs, since a trace depends on
+  contexts of the caller's thread, such as ``jax.set_mesh``.
   """
 
   def compile_all() -> None:

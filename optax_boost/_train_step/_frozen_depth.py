@@ -1,4 +1,4 @@
-"""How many groups of layers the next step freezes, which decides the program that it runs."""
+"""Reads how many groups of layers the next step freezes; the step is compiled for each number."""
 
 import operator
 from typing import NamedTuple
@@ -9,7 +9,7 @@ import optax
 from optax_boost._form import _protocol
 from optax_boost._foundation import _trees, _types
 
-# A reader remembers the depths of this many states, and forgets the oldest ones.
+# A reader remembers the depths of this number of states, and forgets the oldest states.
 _MOST_REMEMBERED = 64
 
 
@@ -17,10 +17,10 @@ class _Remembered(NamedTuple):
   """What a reader remembers of a state that a step returned.
 
   Attributes:
-    arrays: the arrays of the state that requests the frozen groups, but not those of inner states.
-      If a user replaces one of them, the reader knows nothing of the new state.
-    depth: how many groups the step has frozen.
-    steps: how many of the next steps are known to freeze as many groups.
+    arrays: the arrays of the state that requests the frozen groups, without its inner states. If a
+      user replaces one of these arrays, the reader reads the new state from the device.
+    depth: the number of groups that the step has frozen.
+    steps: for how many of the next steps `depth` is known to stay.
   """
 
   arrays: list[jax.Array]
@@ -31,16 +31,16 @@ class _Remembered(NamedTuple):
 class DepthReader:
   """Reads from optimizer states of one structure how many groups the next step freezes.
 
-  Reading an array from the device waits until the step before has ended. A state says for how many
-  steps the number stays (`frozen_for`), so the reader remembers the states that steps return, and
-  reads nothing during these steps. A skipped step leaves the schedule where it is, so the number
-  stays for at least as many calls.
+  To read an array from the device, the host waits until the previous step has ended. The field
+  `frozen_for` of a state tells for how many steps the number does not change. So the reader
+  remembers the states that steps return, and reads nothing during these steps. A skipped step does
+  not advance the schedule, so the number stays for at least this number of calls.
   """
 
   def __init__(self, opt_state: optax.OptState):
     requesting = _protocol.requesting_state(opt_state, _protocol.FROZEN_GROUPS)
     self._freezes = requesting is not None
-    # The key is the identity of the first array.
+    # The key is the id of the first array in `arrays`.
     self._remembered: dict[int, _Remembered] = {}
     if self._freezes:
       self._path = _trees.child_indices(opt_state, requesting)
@@ -49,13 +49,13 @@ class DepthReader:
       self._fields = operator.attrgetter(*names)
 
   def read(self, opt_state: optax.OptState) -> tuple[int | None, int]:
-    """How many groups the next step freezes, and for how many steps this number is known to stay.
+    """Returns how many groups the next step freezes, and for how many steps this number stays.
 
-    The number is None if no state freezes groups, or if it is traced.
+    The number is None if no state freezes groups, or if the number is traced.
     """
     if not self._freezes:
       return None, 0
-    # `read` and `remember` run in every step, so the loop is not a function of its own.
+    # `read` and `remember` run in every step, so this loop is repeated instead of called.
     state = opt_state
     for index in self._path:
       state = _trees.flatten_node(state)[0][index]
@@ -71,7 +71,7 @@ class DepthReader:
     return depth, steps
 
   def remember(self, opt_state: optax.OptState, depth: int | None, steps: int) -> None:
-    """Remembers the state that a step returned, with what :meth:`read` returned before the step."""
+    """Remembers the state that a step returned; `depth` and `steps` are from :meth:`read`."""
     if depth is None:
       return
     state = opt_state
@@ -84,5 +84,5 @@ class DepthReader:
 
 
 def read_scalars(scalars: _types.Tree) -> list[int]:
-  """The values of scalars on the device; waits until they are computed."""
+  """Returns the values of scalars on the device, after waiting until they are computed."""
   return list(map(int, jax.device_get(jax.tree.leaves(scalars))))

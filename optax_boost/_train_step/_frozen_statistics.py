@@ -22,12 +22,12 @@ def hold_statistics(
   depth: _types.IntScalar | np.integer,
   find_axes: Callable[[], Mapping[int, int]],
 ) -> _types.ModelState:
-  """Replaces the floating-point statistics of frozen layers by those `before` the step.
+  """Returns the statistics `after` a step, with the values from `before` in frozen layers.
 
-  A layer's statistics have the path of its params, apart from the name of a collection in front.
-  Integers (counts of batches or draws) and statistics of layers without params are updated.
-  `groups` has the group of each leaf of the params, and `find_axes` returns, by the index of a leaf
-  of `before`, the axis of the layers that it stacks.
+  The statistics of a layer have the path of the layer's params, apart from the name of a collection
+  in front. Integers (counts of batches or draws), and statistics of layers without params, are
+  those of `after`. `groups` are the groups of the params' leaves; the first `depth` groups are
+  frozen. `find_axes` returns, by the index of a leaf of `before` that stacks layers, the axis.
   """
   # Leaves are matched by path: a loss may return other containers, or additional statistics.
   numbered = enumerate(zip(_paths.leaf_paths(before), jax.tree.leaves(before), strict=True))
@@ -53,7 +53,7 @@ def hold_statistics(
 
   leaves = jax.tree.leaves(after)
   paths, new_modules = _paths.leaf_paths(after), _module_paths(after)
-  # An array that the loss returns unchanged, such as a base weight of an adapter, is no statistic.
+  # An array that the loss returns unchanged, such as an adapter's base weight, is not a statistic.
   old_ids = {id(leaf) for _, leaf in old_leaves.values()}
   statistics = [
     path for path, x in zip(paths, leaves, strict=True) if _is_inexact(x) and id(x) not in old_ids
@@ -73,10 +73,10 @@ def _is_inexact(x: _types.Unchecked) -> bool:
 
 
 def _module_paths(tree: _types.Tree) -> list[str]:
-  """The path of each leaf's module, without the name of a collection in front.
+  """Returns the path of each leaf's module, without the name of a collection in front.
 
-  The path says how long each list is: a module in a list of params and one in a list of statistics
-  are the same only if the lists have the same length.
+  The path contains the length of each list, since a module in a list of params and a module in a
+  list of statistics are the same only if the lists have the same length.
   """
   lengths: dict[_types.KeyPath, int] = {}
   for path in _paths.leaf_keys(tree, lambda node: not jax.tree.leaves(node)):
@@ -92,6 +92,6 @@ def _module_paths(tree: _types.Tree) -> list[str]:
     return "/".join(texts).split("/") if texts else []
 
   modules = list(map(names, _paths.leaf_keys(tree)))
-  # If one name in front is a collection of Flax, all are.
+  # If the first name of one path is a collection of Flax, the first names of all paths are.
   first = 1 if any(module[:1] in _COLLECTIONS for module in modules) else 0
   return ["/".join(module[first:]) for module in modules]

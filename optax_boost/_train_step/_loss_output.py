@@ -1,4 +1,4 @@
-"""What a loss may return, brought into one form."""
+"""Brings what a loss may return into one form, ``loss, (model_state, aux)``."""
 
 from typing import Any
 
@@ -10,9 +10,9 @@ from optax_boost._foundation import _types
 def split_output(
   output: Any, has_aux: bool, has_model_state: bool
 ) -> tuple[_types.FloatScalar, tuple[_types.ModelState, Any]]:
-  """Brings the output of a loss into the form ``loss, (model_state, aux)``.
+  """Returns the output of a loss as ``loss, (model_state, aux)``, with None for a missing one.
 
-  Raises TypeError if it has another form than the two options say.
+  Raises TypeError if the output does not have the form that `has_aux` and `has_model_state` say.
   """
   beside_loss = "(model_state, aux)" if has_aux else "model_state"
   if not has_model_state:

@@ -1,4 +1,4 @@
-"""``flatten_metrics``: the metrics of a train step in the form that loggers take."""
+"""``flatten_metrics``: the metrics of a train step as numbers by name, which loggers take."""
 
 import jax
 import numpy as np
@@ -10,7 +10,7 @@ from optax_boost._foundation import _checks, _paths, _types
 def flatten_metrics(
   metrics: _types.Metrics, params: optax.Params | None = None
 ) -> dict[str, float | int | bool]:
-  """The metrics of a train step as Python numbers by name, for TensorBoard and other loggers.
+  """Returns the metrics of a train step as Python numbers by name, for TensorBoard and the like.
 
   A name is the path in `metrics`: the first entry of a vector is called ``trust_ratio/0``, an entry
   of the loss's aux ``aux/accuracy``. Arrays with two or more axes are left out. The function waits

@@ -13,7 +13,7 @@ from optax_boost._foundation import _extra_args, _masks, _types
 from optax_boost._trace import _frozen_scans
 from optax_boost._train_step import _state_requests, _traced_loss
 
-# From params to the loss and aux.
+# A function from params to ``(loss, aux)``.
 LossWithAux: TypeAlias = Callable[[optax.Params], tuple[_types.FloatScalar, Any]]
 
 
@@ -22,11 +22,11 @@ class Objective:
   """The loss of a step, and the gradient that the optimizer state requests.
 
   Attributes:
-    loss: from params to ``(loss, aux)``: the user's function, or the program traced from it.
-    traced: the traced program, which computes no gradient for a part of a leaf's layers.
-    scaling: the scale of the loss before it is differentiated. None: no scale.
-    freezing: the layers that get no gradient. None: all get one.
-    must_depend: whether it is an error if no gradient reaches the params.
+    loss: a function from params to ``(loss, aux)``: the user's loss, or the program traced from it.
+    traced: the traced program of the loss, which can freeze some of the layers in a leaf.
+    scaling: the number by which the loss is multiplied before it is differentiated. None: no scale.
+    freezing: the layers that get no gradient. None: all layers get a gradient.
+    must_depend: whether to raise an error if the loss does not depend on the params.
   """
 
   loss: LossWithAux
@@ -38,9 +38,10 @@ class Objective:
   def value_and_grad(
     self, params: optax.Params
   ) -> tuple[tuple[_types.FloatScalar, Any], optax.Updates]:
-    """``(loss, aux)``, and the gradient of the scaled loss: zero for frozen leaves and layers."""
+    """Returns ``(loss, aux)``, and the gradient of the scaled loss: zero in frozen layers."""
     loss = self._without_frozen_gradients()
-    # A loss may depend on frozen layers only, so it is checked if none is known to be frozen.
+    # The loss is checked only if no layer is known to be frozen: otherwise it may depend on frozen
+    # layers alone, and no gradient is right.
     if self.must_depend and (self.freezing is None or self.freezing.frozen() is None):
       loss = _check_dependence(loss)
     if self.scaling is None:
@@ -56,13 +57,13 @@ class Objective:
     gradients = steepest_ascent(gradients)
     if self.scaling is not None:
       gradients = self.scaling.unscale_unseen(gradients)
-    # If the depth is known, gradients of frozen layers are zero already.
+    # If the number of frozen groups is known, the gradients of frozen layers are zero already.
     if self.freezing is not None and self.freezing.frozen() is None:
       gradients = self.freezing.zero_frozen(gradients)
     return output, gradients
 
   def _without_frozen_gradients(self) -> LossWithAux:
-    """The loss, whose derivative is zero for leaves and layers that are known to be frozen."""
+    """Returns the loss, with a zero derivative for leaves and layers known to be frozen."""
     frozen = None if self.freezing is None else self.freezing.frozen()
     if frozen is None or not any(map(np.any, frozen)):
       return self.loss
@@ -79,9 +80,9 @@ class Objective:
     return loss
 
   def closures(self, current: optax.Params) -> dict[str, _types.Closure]:
-    """The loss and its gradient as functions of params, which are extra arguments of ``update``.
+    """Returns the extra arguments of ``update`` that compute the loss and its gradient from params.
 
-    `current` are the params whose values masked leaves have.
+    A leaf that is masked in these params has its value in `current`.
     """
 
     @_extra_args.accept_extra_args
@@ -95,7 +96,7 @@ class Objective:
 def _check_dependence(
   loss: LossWithAux,
 ) -> LossWithAux:
-  """The same loss, which raises ValueError under ``jax.grad`` if the params don't affect it."""
+  """Returns the loss, which raises ValueError under ``jax.grad`` if it ignores the params."""
 
   def checked(params: optax.Params) -> tuple[_types.FloatScalar, Any]:
     value, aux = loss(params)
@@ -112,10 +113,10 @@ def _check_dependence(
 
 
 def steepest_ascent(gradients: _types.SameTree) -> _types.SameTree:
-  """Conjugates the gradients of complex params.
+  """Returns gradients in which those of complex params are conjugated.
 
-  ``jax.grad`` of a real loss gives the conjugate of the direction in which the loss grows fastest;
-  optimizers take the direction itself.
+  ``jax.grad`` of a real loss returns the conjugate of the direction in which the loss grows
+  fastest; optimizers take the direction itself.
   """
   return jax.tree.map(lambda g: jnp.conj(g) if jnp.iscomplexobj(g) else g, gradients)
 
@@ -123,12 +124,13 @@ def steepest_ascent(gradients: _types.SameTree) -> _types.SameTree:
 def accept_masked(
   gradient: Callable[[optax.Params], optax.Updates], current: optax.Params
 ) -> _types.Closure:
-  """The same gradient function, for params in which ``optax.masked`` may have hidden leaves.
+  """Returns the gradient function for params in which ``optax.masked`` may have hidden leaves.
 
-  A hidden leaf has its value in `current`, and no gradient.
+  A hidden leaf has its value in `current`, and stays hidden in the gradient.
   """
 
-  # A transformation may pass more: `optax.contrib.sam` passes the number of its inner step.
+  # A transformation may pass further arguments, such as `optax.contrib.sam` the number of its inner
+  # step; these are ignored.
   def grad_fn(params: optax.Params, *_: Any) -> optax.Updates:
     return _masks.mask_like(gradient(_masks.fill_masked(params, current)), params)
 

@@ -1,8 +1,8 @@
-"""Undoes what the forward pass wrote if a wrapper leaves its batch out.
+"""Undoes what the forward pass has written if a wrapper leaves the batch out.
 
-A wrapper leaves a batch out if it skips the step or drops the micro-batch. By then the forward pass
-has written statistics, counts of random numbers and, with some layers, params. The train step keeps
-the old values of all these, as the wrapper keeps the params and the optimizer's state.
+A wrapper leaves a batch out if it skips the step or drops the micro-batch. Before that, the forward
+pass has written statistics, counts of random numbers and, in some layers, params. The train step
+restores the old values, just as the wrapper keeps the params and the optimizer's state.
 """
 
 import jax
@@ -13,7 +13,7 @@ from optax_boost._foundation import _paths, _trees, _types
 
 
 def skip_metrics(rejected: _types.BoolScalar | None, loss: _types.FloatScalar) -> _types.Metrics:
-  """Metrics that tell whether the batch was left out: for its loss, or for its gradients alone."""
+  """Returns two metrics: whether the batch was left out for its loss, or for its gradients."""
   if rejected is None:
     return {}
   finite = _finiteness.finite_entries(loss)
@@ -26,10 +26,10 @@ def skip_metrics(rejected: _types.BoolScalar | None, loss: _types.FloatScalar) -
 def keep_if_rejected(
   rejected: _types.BoolScalar | None, before: _types.Tree, after: _types.SameTree
 ) -> _types.SameTree:
-  """The tree after the step, with the leaves from before the step if the batch was left out.
+  """Returns the tree `after` the step, or, if the batch was left out, with the leaves of `before`.
 
-  Leaves are matched by path, since a loss may return other containers. Variables that the forward
-  pass has created stay.
+  The leaves are matched by path, since a loss may return other containers. A leaf that the forward
+  pass has created stays.
   """
   if rejected is None:
     return after

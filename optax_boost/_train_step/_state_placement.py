@@ -1,4 +1,4 @@
-"""On which devices the arrays of a train state lie, before a step and after it."""
+"""Places the arrays of a train state on devices, before a step and after the step."""
 
 import functools
 from typing import Any
@@ -12,11 +12,11 @@ from optax_boost._train_step import _train_state
 
 
 def canonicalize_state(state: _train_state.TrainState) -> _train_state.TrainState:
-  """Gives a fresh state the types and placement of a returned one, so the step compiles only once.
+  """Returns a new state with the types and placement of a state that a step returns.
 
-  Weak types are removed. Arrays that are on no mesh are replicated over the mesh of the params, or
-  put on the device to which an array of the state is committed. An array that occurs twice is
-  copied, since it could not be donated twice.
+  So the step compiles only once. Weak types are removed. Arrays that are on no mesh are replicated
+  over the mesh of the params, or put on the device to which an array of the state is committed. An
+  array that occurs twice is copied, since an array can't be donated twice.
   """
   leaves = [_train_state.drop_weak_type(leaf) for leaf in jax.tree.leaves(state)]
   shardings = map(_sharding, jax.tree.leaves(state.params))
@@ -25,7 +25,8 @@ def canonicalize_state(state: _train_state.TrainState) -> _train_state.TrainStat
   seen: set[int] = set()
 
   def canonicalize(leaf: jax.Array) -> jax.Array:
-    # The identity is compared before the array is moved: copies on a device may share its memory.
+    # `id` is compared before the array is moved, since the result of `device_put` is a new object
+    # that may share the memory of the array.
     repeated = id(leaf) in seen
     seen.add(id(leaf))
     if replicated:
@@ -43,14 +44,15 @@ def canonicalize_state(state: _train_state.TrainState) -> _train_state.TrainStat
 def place_abstract(
   state: _train_state.TrainState, params: optax.Params, model_state: _types.ModelState
 ) -> _train_state.TrainState:
-  """Gives an abstract state the shardings that :func:`canonicalize_state` gives a concrete one."""
+  """Returns an abstract state with the shardings that :func:`canonicalize_state` would make."""
   sharding_of_param: dict[str, tuple[tuple[int, ...] | None, jax.sharding.Sharding | None]] = {
     path: (leaf.shape, _sharding(leaf))
     for path, leaf in zip(_paths.leaf_paths(params), jax.tree.leaves(params), strict=True)
   }
   shardings = [sharding for _, sharding in sharding_of_param.values() if sharding is not None]
   meshes = [sharding.mesh for sharding in shardings if hasattr(sharding, "mesh")]
-  # Arrays without a param of their path are replicated over the mesh, or lie on the one device.
+  # An array whose path and shape no param has is replicated over the mesh, or lies on the single
+  # device.
   replicated: Any = next(iter(shardings), None)
   if meshes:
     replicated = jax.sharding.NamedSharding(meshes[0], jax.sharding.PartitionSpec())
@@ -78,7 +80,7 @@ def place_abstract(
 
 
 def _sharding(leaf: _types.Unchecked) -> jax.sharding.Sharding | None:
-  """The sharding of an array or an abstract array. None: a tracer, or no array."""
+  """Returns the sharding of an array or an abstract array; None for a tracer or another value."""
   return None if isinstance(leaf, jax.core.Tracer) else getattr(leaf, "sharding", None)
 
 
@@ -87,12 +89,12 @@ def _first_sharding(state: _train_state.TrainState) -> jax.sharding.Sharding | N
 
 
 def _is_committed(leaf: _types.Unchecked) -> bool:
-  """Whether an array was put on its devices explicitly, as ``jax.device_put`` does."""
+  """Returns whether an array was put on its devices explicitly, as by ``jax.device_put``."""
   return not isinstance(leaf, jax.core.Tracer) and getattr(leaf, "committed", False)
 
 
 def commit_like(state: _train_state.TrainState, arguments: _types.Tree) -> _train_state.TrainState:
-  """Puts a state on the device or the mesh of a committed argument, where its step will run."""
+  """Returns a state on the device or mesh of a committed argument, where the step will run."""
   # This runs at every step, so the cheapest test comes first.
   if _is_committed(state.step):
     return state
@@ -101,7 +103,8 @@ def commit_like(state: _train_state.TrainState, arguments: _types.Tree) -> _trai
   for leaf in filter(_is_committed, jax.tree.leaves(arguments)):
     if isinstance(leaf.sharding, jax.sharding.SingleDeviceSharding):
       return jax.tree.map(functools.partial(_put_in_memory, sharding=leaf.sharding), state)
-    # Explicit axes are part of the arrays' types, which would change.
+    # A mesh with Explicit axes is left out, since these axes are part of the types of arrays, and
+    # the types of the state would change.
     if isinstance(leaf.sharding, jax.sharding.NamedSharding) and _placement.has_auto_axes_only(
       leaf.sharding.mesh
     ):
@@ -111,7 +114,7 @@ def commit_like(state: _train_state.TrainState, arguments: _types.Tree) -> _trai
 
 
 def _put_in_memory(leaf: jax.Array, sharding: jax.sharding.Sharding) -> jax.Array:
-  """Puts a leaf on devices, into the kind of memory it is in: a state may be kept on the host."""
+  """Returns a leaf on other devices, in its kind of memory: a state may be kept on the host."""
   memory_kind = getattr(_sharding(leaf), "memory_kind", None)
   if memory_kind:
     sharding = sharding.with_memory_kind(memory_kind)
@@ -119,7 +122,7 @@ def _put_in_memory(leaf: jax.Array, sharding: jax.sharding.Sharding) -> jax.Arra
 
 
 def placement(state: _train_state.TrainState) -> tuple[jax.sharding.NamedSharding | None, ...]:
-  """The sharding of each array of a state that XLA might change in a step; None for other arrays.
+  """Returns for each array of a state the sharding, if XLA might change it in a step, else None.
 
   The tuple is empty if the params lie on one device.
   """
@@ -130,19 +133,19 @@ def placement(state: _train_state.TrainState) -> tuple[jax.sharding.NamedShardin
 
 
 def _on_mesh(leaf: jax.Array) -> jax.sharding.NamedSharding | None:
-  """The sharding over a mesh that a step must keep for an array, or None."""
+  """Returns the sharding over a mesh that a step must keep for an array, or None."""
   sharding = _sharding(leaf)
   if not isinstance(sharding, jax.sharding.NamedSharding):
     return None
-  # A typed key has a layout of its own.
+  # The sharding of a typed key is not constrained: the key is stored with a further axis.
   return None if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else _constraint(sharding)
 
 
 @functools.cache
 def _constraint(sharding: jax.sharding.NamedSharding) -> jax.sharding.NamedSharding | None:
-  """The sharding in the form that a program returns, or None if XLA can't change it.
+  """Returns a sharding without None at the end of its spec, or None if XLA can't change it.
 
-  Programs return a ``PartitionSpec`` without None at its end.
+  The shardings that a program returns have no None at the end of the ``PartitionSpec``.
   """
   mesh, spec = sharding.mesh, list(sharding.spec)
   # Explicit axes and host memory are part of an array's type, which the compiler does not change.
@@ -159,7 +162,7 @@ def keep_placement(
   before: _train_state.TrainState,
   shardings: tuple[jax.sharding.NamedSharding | None, ...],
 ) -> _train_state.TrainState:
-  """Gives each array of a step's result the sharding that :func:`placement` found before it."""
+  """Returns a step's result with the shardings that :func:`placement` returned before the step."""
   structure: _types.TreeDef = jax.tree.structure(state)
   if not shardings or structure != jax.tree.structure(before):
     return state

@@ -20,18 +20,19 @@ class ScaleRequest:
 
   Attributes:
     scale: scalar float32.
-    seen: whether the requesting method sees each leaf. Gradients of other leaves are not scaled.
+    seen: for each leaf, whether the requesting method sees the leaf, that is, ``optax.masked`` does
+      not hide it. The gradients of hidden leaves are not scaled.
   """
 
   scale: _types.FloatScalar
   seen: Sequence[bool]
 
   def apply(self, loss: _types.FloatScalar) -> _types.FloatScalar:
-    """The scaled loss in float32, since a float16 loss times its scale would overflow."""
+    """Returns the loss times the scale, in float32, since the product may overflow in float16."""
     return loss.astype(jnp.float32) * self.scale
 
   def unscale_unseen(self, gradients: optax.Updates) -> optax.Updates:
-    """Takes the scale out of the gradients of leaves that the method does not see."""
+    """Returns gradients without the scale in the leaves that the method does not see."""
 
     def unscale(g: jax.Array, seen: bool) -> jax.Array:
       return g if seen else (_arrays.widen(g) / self.scale).astype(g.dtype)
@@ -44,27 +45,27 @@ class FreezeRequest:
   """A request not to compute the backward pass of the first groups of layers.
 
   Attributes:
-    groups: the group of each leaf. Leaves that the method does not see have a number past the last
-      group.
-    depth: how many groups are frozen: a NumPy int32 if the step is compiled for this number.
+    groups: the group of each leaf. A leaf that the method does not see, since ``optax.masked``
+      hides it, has the number after the last group.
+    depth: how many groups are frozen; a NumPy int32 if the step is compiled for this number.
   """
 
   groups: Sequence[_layer_groups.GroupNumber]
   depth: _types.IntScalar | np.integer
 
   def frozen(self) -> list[Any] | None:
-    """Whether each leaf, or each layer of a leaf, is frozen; None if the depth is traced."""
+    """Returns for each leaf or layer whether it is frozen; None if `depth` is traced."""
     if not isinstance(self.depth, np.integer):
       return None
     return [group < self.depth for group in self.groups]
 
   def num_frozen(self) -> _types.IntScalar:
-    """How many of the groups that have a leaf or a layer are frozen; scalar int32."""
+    """Returns how many of the groups that have a leaf or a layer are frozen, a scalar int32."""
     numbers = np.array(sorted({int(n) for group in self.groups for n in np.ravel(group)}), np.int32)
     return jnp.sum(numbers < self.depth, dtype=jnp.int32)
 
   def zero_frozen(self, gradients: optax.Updates) -> optax.Updates:
-    """Sets the gradients of frozen leaves and layers to zero."""
+    """Returns gradients that are zero in frozen leaves and layers."""
 
     def zero(g: jax.Array, group: _layer_groups.GroupNumber) -> jax.Array:
       return _layer_groups.select_frozen(self.depth, group, jnp.zeros_like(g), g)
@@ -73,7 +74,7 @@ class FreezeRequest:
 
 
 def scale_request(opt_state: optax.OptState, params: optax.Params) -> ScaleRequest | None:
-  """The loss scale that an optimizer state requests, or None; raises ValueError for several."""
+  """Returns the loss scale that an optimizer state requests, or None; ValueError for several."""
   state = _protocol.requesting_state(opt_state, _protocol.LOSS_SCALE)
   if state is None:
     return None
@@ -86,10 +87,11 @@ def freeze_request(
   params: optax.Params,
   depth: int | None,
 ) -> tuple[FreezeRequest | None, optax.OptState]:
-  """The freezing that an optimizer state requests, or None, and the state.
+  """Returns the freezing that an optimizer state requests, or None, and the optimizer state.
 
-  If the depth is known, it is a constant in the returned state, so that ``update`` computes nothing
-  for frozen leaves. Raises ValueError if several states request frozen layers.
+  If `depth`, the number of frozen groups, is known, it is a constant in the returned state, so that
+  ``update`` computes nothing for frozen leaves. Raises ValueError if several states request frozen
+  layers.
   """
   state = _protocol.requesting_state(opt_state, _protocol.FROZEN_GROUPS)
   if state is None:
@@ -106,7 +108,7 @@ def freeze_request(
 def _group_numbers(
   tx: optax.GradientTransformation, state: optax.OptState, params: optax.Params
 ) -> list[_layer_groups.GroupNumber]:
-  """The group of each leaf, which the form of the requesting transformation tells."""
+  """Returns the group of each leaf, from the Form of the transformation that freezes layers."""
   forms = _compositions.forms(tx)
   assignments = [form.frozen_groups for form in forms if form.frozen_groups is not None]
   if len(assignments) != 1:

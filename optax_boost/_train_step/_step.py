@@ -1,4 +1,4 @@
-"""``make_train_step`` and the jitted train step that it makes."""
+"""``make_train_step``, and :class:`TrainStep`, the jitted train step that it makes."""
 
 from collections.abc import Iterable
 import concurrent.futures
@@ -35,17 +35,17 @@ class TrainStep:
   def init(
     self, params: optax.Params, model_state: _types.ModelState = None
   ) -> _train_state.TrainState:
-    """Makes the initial state, from copies of the arrays: the first step donates the state.
+    """Makes the initial state from copies of the arrays, since the first step donates the state.
 
     Args:
-      params: the initial params; those that are sharded over a mesh keep their sharding. They may
-        be abstract (``jax.ShapeDtypeStruct``).
-      model_state: the initial mutable statistics, if the loss takes any.
+      params: the initial params. Params that are sharded over a mesh keep their sharding. Params
+        may be abstract (``jax.ShapeDtypeStruct``).
+      model_state: the initial mutable statistics, if the loss takes statistics.
 
     Returns:
-      A :class:`TrainState`. It is abstract if `params` are, to restore a checkpoint into it. If the
-      params have shardings, an array of the optimizer state has the sharding of the param of the
-      same path and shape, and all other arrays lie on every device of the mesh.
+      A :class:`TrainState`. If `params` are abstract, so is the state, into which a checkpoint can
+      be restored. If the params have shardings, an array of the optimizer state has the sharding of
+      the param of the same path and shape, and all other arrays lie on every device of the mesh.
 
     Raises:
       TypeError: a leaf is not an array, one of the params is not floating-point, the params are a
@@ -83,14 +83,14 @@ class TrainStep:
 
     Args:
       state: the current state.
-      batch: a tree of arrays, which the loss gets as it is.
-      rng: a key, or None if the loss takes none. The number of the step is folded in. If you pass
-        the same key at every step, a resumed run draws the same numbers.
+      batch: a tree of arrays, which is passed to the loss unchanged.
+      rng: a key, or None if the loss takes no key. The step folds its number into the key. If you
+        pass the same key at every step, a resumed run draws the same numbers.
 
     Returns:
-      The new state, and the metrics. These are ``loss``, ``aux`` if the loss has any, and what the
-      methods report (``trust_ratio``, ``loss_scale``, ``lars/notfinite_count``, ...). A name that
-      occurs again is numbered, as in ``trust_ratio_1``.
+      The new state, and the metrics. The metrics are ``loss``, ``aux`` if the loss has aux, and
+      what the methods report (``trust_ratio``, ``loss_scale``, ``lars/notfinite_count``, ...). A
+      second metric of the same name is called, for example, ``trust_ratio_1``.
     """
     _check_call(state, rng)
     depths = self._depth_reader(state)
@@ -119,11 +119,11 @@ class TrainStep:
     Statistics that the loss returns are dropped.
 
     Args:
-      state: the current state; the new one shares its arrays, so don't use it afterwards.
-      batches: an iterable of batches as the loss takes them; see :func:`full_gradient`.
-      rng: a key, or None if the loss takes none. The numbers of the step and of the batch are
-        folded in.
-      weight_fn: from a batch to the number of its real examples, for padded batches.
+      state: the current state; don't use it afterwards, since the new state shares its arrays.
+      batches: an iterable of batches for the loss; see :func:`full_gradient`.
+      rng: a key, or None if the loss takes no key. The number of the step and the number of the
+        batch are folded into the key.
+      weight_fn: a function from a padded batch to the number of its real examples.
       progress: whether to show a progress bar; needs ``tqdm``.
 
     Returns:
@@ -156,18 +156,18 @@ class TrainStep:
   ) -> concurrent.futures.Future[None]:
     """Compiles the step in the background for batches of other shapes, while training goes on.
 
-    Each shape of a batch is a program. This method traces them, and returns; a thread compiles
-    them in order. A step that needs a program before it is ready waits for it. Programs are
-    compiled for the number of frozen layers that `state` has.
+    Each shape of a batch needs a separate program. This method traces the programs and returns; a
+    thread then compiles the programs in order. If a step needs a program that is not ready, the
+    step waits. The programs freeze as many layers as the next step with `state` does.
 
     Args:
       state: the state of the next step; it is read, not donated.
-      batches: a batch of each shape, as for a step; they may be abstract.
-      rng: a key, if the step is called with one.
+      batches: a batch of each shape, as for a step; batches may be abstract.
+      rng: a key, if the step is called with a key.
 
     Returns:
-      A future that is done when all programs are compiled; an error of XLA's is raised by its
-      ``result()``.
+      A future that is done when all programs are compiled. Its ``result()`` raises an error if XLA
+      failed.
 
     Examples:
       >>> import jax, jax.numpy as jnp, optax, optax_boost
@@ -189,10 +189,10 @@ class TrainStep:
   ) -> jax.stages.Lowered:
     """Lowers the step for inspection, like ``jax.jit(...).lower``.
 
-    The arguments are those of a step, or abstract. The lowered program freezes as many layers as
-    the step with this state does. To compile ahead of time use
-    ``jax.jit(step).lower(state, batch)``: that program takes the same arguments as the step and
-    freezes any number of layers, but saves no time by it.
+    The arguments are the arguments of a step, or abstract. The lowered program freezes as many
+    layers as the step with `state` does. To compile ahead of time use
+    ``jax.jit(step).lower(state, batch)``. Its program takes the same arguments as the step and
+    freezes any number of layers, but frozen layers save no time in it.
     """
     _check_call(state, rng)
     depth, _ = self._depth_reader(state).read(state.opt_state)
@@ -227,7 +227,7 @@ def _check_call(state: _types.Unchecked, rng: _types.Unchecked) -> None:
 
 
 def _explain_deleted(error: Exception, **arguments: _types.Tree) -> None:
-  """Raises ValueError if an argument holds deleted arrays, which made a step fail with `error`."""
+  """Raises ValueError if deleted arrays in an argument explain the `error` of a step."""
   for name, tree in arguments.items():
     for path, leaf in zip(_paths.leaf_paths(tree), jax.tree.leaves(tree), strict=True):
       if isinstance(leaf, jax.core.Tracer) or not getattr(leaf, "is_deleted", bool)():
@@ -259,8 +259,8 @@ def make_train_step(
 
   ``tx.update`` receives `value`, `grad`, `value_fn` and `grad_fn`, so that line searches
   (``optax.lbfgs``), ``optax.contrib.reduce_on_plateau`` and the methods of this package work
-  without further code. Gradients of complex params, which ``jax.grad`` returns conjugated, are
-  conjugated back, so that minus the gradient is a direction of descent.
+  without further code. ``jax.grad`` returns conjugated gradients of complex params; the step
+  conjugates them back, so that minus the gradient is a direction of descent.
 
   Args:
     loss_fn: ``loss_fn(params, batch)``, or ``loss_fn(params, batch, rng)`` if the step is called
@@ -281,9 +281,9 @@ def make_train_step(
       statistic belongs to the layer whose params have its path, without ``params`` or
       ``batch_stats`` in front; lists of params and of statistics must have the same length. If no
       path fits, as with ``eqx.nn.State``, a warning says so.
-    weight: the number of real examples or tokens in a batch, which :func:`accumulate` takes as
-      `weight`: the name of an entry of the loss's aux, or a function of the batch. None: all
-      batches count equally.
+    weight: how to find the number of real examples or tokens in a batch, the extra argument
+      `weight` of :func:`accumulate`: the name of an entry of the loss's aux, or a function of the
+      batch. None: all batches count equally.
 
   Returns:
     A :class:`TrainStep`, whose ``init(params)`` returns the state for ``step(state, batch)``.
@@ -333,7 +333,10 @@ def make_train_step(
 def _bound_arrays(
   function: _types.Closure | None,
 ) -> tuple[_types.Closure | None, dict[str, _types.Tree]]:
-  """Takes arrays out of a ``functools.partial``, which jit would compile in as constants."""
+  """Returns a ``functools.partial`` without its arrays, and the arrays by name.
+
+  Arrays that stayed in the function would be constants of the compiled step.
+  """
   if not isinstance(function, functools.partial):
     return function, {}
   arrays: dict[str, _types.Tree] = {}

@@ -1,4 +1,4 @@
-"""The loss of a step as a traced program, from which freezing and methods learn of its layers."""
+"""The loss of a step as a traced program, from which freezing and methods read the layers."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,40 +11,40 @@ from optax_boost._trace import _frozen_scans, _jaxpr, _layer_axes, _leaf_uses
 
 
 class TracedLoss:
-  """A loss, which is traced when its program is first needed, once for each type of the params.
+  """A loss that is traced when its program is first needed, once for each type of the params.
 
-  Most steps never need it: they freeze no part of a leaf, and no method reads the axes of leaves.
+  Most steps need no program: they freeze no part of a leaf, and no method reads the leaves' axes.
   """
 
   def __init__(
     self, loss_fn: _types.LossFn, params: optax.Params, arguments: tuple[_types.Tree, ...]
   ) -> None:
-    """`arguments` are the arguments of the loss after the params: the model state, then data."""
+    """Keeps a loss; `arguments` are its arguments after the params: the model state, then data."""
     self._loss_fn, self._params, self._arguments = loss_fn, params, arguments
     self._programs: dict[Any, tuple[_types.Jaxpr, _types.TreeDef]] = {}
 
   def __call__(self, params: optax.Params) -> tuple[_types.FloatScalar, Any]:
-    """The loss and aux, computed by the program."""
+    """Returns the loss and aux, computed by the program."""
     return self.run_with_leaves(params, jax.tree.leaves(params))
 
   @property
   def program(self) -> _types.Jaxpr:
-    """The program at the current params."""
+    """Returns the program for the types of the current params."""
     return self._trace(self._params)[0]
 
   def run_with_leaves(
     self, params: optax.Params, leaves: Sequence[Any]
   ) -> tuple[_types.FloatScalar, Any]:
-    """The loss and aux, computed by the program from `leaves` instead of the leaves of `params`.
+    """Returns the loss and aux, computed by the program from `leaves`, not the leaves of `params`.
 
-    A leaf may consist of parts, of which some are frozen (:mod:`optax_boost._trace._frozen_scans`).
+    A leaf may be split into frozen and trained parts (:mod:`optax_boost._trace._frozen_scans`).
     """
     program, structure = self._trace(params)
     outputs = _frozen_scans.evaluate(program, [*leaves, *jax.tree.leaves(self._arguments)])
     return jax.tree.unflatten(structure, outputs)
 
   def layers(self) -> _layer_axes.LayerAxes:
-    """The axes of the params. Arrays of the model state count as constants."""
+    """Returns the axes of the params. The arrays of the model state count as constants."""
     model_state, *data = self._arguments
     state_flags = [None] * len(jax.tree.leaves(model_state))
     return _layer_axes.describe(
@@ -52,14 +52,14 @@ class TracedLoss:
     )
 
   def statistics_axes(self) -> dict[int, int]:
-    """For each leaf of the model state that a scan over layers slices: the axis of the layers."""
+    """Returns the axis of the layers for each leaf of the model state that a scan slices."""
     model_state, *_ = self._arguments
     first = len(jax.tree.leaves(self._params))
     end = first + len(jax.tree.leaves(model_state))
     return _leaf_uses.scanned_axes(self.program, range(first, end))
 
   def _trace(self, params: optax.Params) -> tuple[_types.Jaxpr, _types.TreeDef]:
-    """The program for params of these types, and the structure of its output."""
+    """Returns the program for params of these types, and the tree structure of its output."""
     types = jax.tree.map(jax.typeof, params)
     signature = (jax.tree.structure(types), *jax.tree.leaves(types))
     if signature not in self._programs:

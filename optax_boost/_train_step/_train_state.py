@@ -1,4 +1,4 @@
-"""The state that training carries from step to step."""
+""":class:`TrainState`: the state that each step takes and returns."""
 
 from typing import NamedTuple
 
@@ -15,8 +15,8 @@ class TrainState(NamedTuple):
   Attributes:
     params: the trainable arrays.
     opt_state: the transformation's state.
-    model_state: the mutable statistics (BatchNorm) that the loss returns, or None. They stay as
-      they are if a wrapper leaves a batch out.
+    model_state: the mutable statistics (BatchNorm) that the loss returns, or None. If a wrapper
+      leaves a batch out, the statistics do not change.
     step: scalar int32, the number of calls of the step.
   """
 
@@ -33,7 +33,7 @@ def check_train_state(state: _types.Unchecked) -> None:
 
 
 def drop_weak_type(leaf: jax.typing.ArrayLike) -> jax.Array:
-  """Gives an array of a weak type its dtype; the next step would be compiled again otherwise."""
+  """Returns an array without weak type, with which the next step would be compiled again."""
   # A typed PRNG key has no attribute `weak_type`.
   if isinstance(leaf, jax.Array) and not getattr(leaf, "weak_type", False):
     return leaf

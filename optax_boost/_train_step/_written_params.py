@@ -1,4 +1,4 @@
-"""Params that the forward pass of a stateful model writes; the update starts from them."""
+"""Params that the forward pass of a stateful model writes, and from which the update starts."""
 
 from collections.abc import Sequence
 import functools
@@ -16,7 +16,7 @@ _NO_COPY = -1
 
 
 class WrittenParams(NamedTuple):
-  """New statistics, and the params after the forward pass."""
+  """The statistics and the params after the forward pass."""
 
   model_state: _types.ModelState
   params: optax.Params
@@ -25,7 +25,7 @@ class WrittenParams(NamedTuple):
 def with_written_params(
   model_state: _types.ModelState, before: optax.Params, after: optax.Params
 ) -> _types.ModelState | WrittenParams:
-  """Adds the params after the forward pass to the new statistics, if it replaced any of them."""
+  """Returns the new statistics, with the params `after` the forward pass if it replaced any."""
   pairs = zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)
   replaced = any(old is not new for old, new in pairs)
   return WrittenParams(model_state, after) if replaced else model_state
@@ -34,7 +34,10 @@ def with_written_params(
 def take_written_params(
   params: optax.Params, model_state: _types.ModelState, traced: _traced_loss.TracedLoss
 ) -> tuple[optax.Params, _types.ModelState]:
-  """The params after the forward pass, and the new statistics without them."""
+  """Returns the params and the statistics after the forward pass.
+
+  If the forward pass has written no params, the function returns `params` and `model_state`.
+  """
   if not isinstance(model_state, WrittenParams):
     return params, model_state
   program = traced.program
@@ -57,7 +60,7 @@ def take_written_params(
 def copied_inputs(
   program: _types.Jaxpr, count: int | None = None, outputs: slice = slice(None)
 ) -> list[bool]:
-  """Whether a program returns its i-th input as the i-th of `outputs`, for the first `count`."""
+  """Returns, for i below `count`, whether the i-th of `outputs` is a copy of the i-th input."""
   inputs = len(program.jaxpr.invars)
   count = inputs if count is None else count
   origins = _CopyFinder().run(program, [*range(count), *[_NO_COPY] * (inputs - count)])
@@ -65,7 +68,7 @@ def copied_inputs(
 
 
 class _CopyFinder(_jaxpr.Interpreter[int]):
-  """Finds which input each output of a program is a copy of."""
+  """Finds for each output of a program the input of which the output is a copy, or `_NO_COPY`."""
 
   def constant(self, value: _types.Unchecked) -> int:
     return _NO_COPY
@@ -79,5 +82,5 @@ class _CopyFinder(_jaxpr.Interpreter[int]):
   def loop(
     self, equation: _types.Equation, body: _types.Jaxpr, inputs: list[int], carry: slice
   ) -> list[int]:
-    # A carry that a later iteration changes is not a copy.
+    # A carry is a copy only if no iteration changes it.
     return self.find_fixpoint(functools.partial(self.run, body), inputs, carry)
