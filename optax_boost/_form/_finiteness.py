@@ -129,7 +129,8 @@ def _group_by_param(
   seen: collections.Counter[Any] = collections.Counter()
   for pair in state_pairs:
     params = by_kind.setdefault(kind(pair), [[]])
-    # Leaves of a tree of moments have the order of the params.
+    # A tree of moments has its leaves in the order of the params. So the n-th pair of a kind
+    # belongs to the n-th param of this kind.
     params[seen[kind(pair)] % len(params)].append(pair)
     seen[kind(pair)] += 1
   groups = []

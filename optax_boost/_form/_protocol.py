@@ -90,7 +90,7 @@ def declaring_states(opt_state: optax.OptState, kind: str) -> list[optax.OptStat
   return [
     node
     for node in _trees.nodes(opt_state)
-    # Most nodes declare nothing, and the names of a class are cached.
+    # The cached names of the class are read first, since most nodes declare nothing.
     if _declared_names(type(node), kind) and declared(node, kind)  # type: ignore[arg-type]
   ]
 

@@ -50,8 +50,8 @@ def _part_made_step(
 ) -> _types.Condition:
   """Returns whether any of the transformations that ``optax.partition`` holds made a step."""
   inner = {key: getattr(part, "inner_state", part) for key, part in after.items()}
-  # A part whose state is an EmptyState is `optax.set_to_zero`, which moves no params; `optax.sgd`
-  # and other chains have a tuple of states.
+  # `optax.set_to_zero` is left out, since it moves no params. Its state is an EmptyState, while the
+  # states of `optax.sgd` and of other chains are tuples.
   moving = [key for key in after if not isinstance(inner[key], optax.EmptyState)]
   parts_made_step = [made_step(before[key], after[key]) for key in moving or after]
   return functools.reduce(operator.or_, parts_made_step, np.bool_(False))

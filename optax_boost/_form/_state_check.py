@@ -97,7 +97,8 @@ def _difference(
       warnings.simplefilter("ignore")
       expected = jax.eval_shape(init, params)
   except Exception:
-    # An `init` that computes with the values of the params can't run on abstract params.
+    # The state is not compared if `init` computes with the values of the params, and so can't run
+    # on abstract params.
     return ""
   required, present = set(_paths.leaf_paths(expected)), set(_paths.leaf_paths(opt_state))
   if lacking := sorted(required - present):

@@ -35,7 +35,7 @@ def copy_arrays(
     dtype = dtype_of(leaf.dtype)
     if isinstance(leaf, jax.ShapeDtypeStruct):
       return leaf.update(dtype=dtype)
-    # A weakly typed leaf would become strongly typed if its dtype were passed.
+    # `jnp.array` keeps the weak type of a leaf only if no dtype is passed.
     return jnp.array(leaf) if dtype == leaf.dtype else jnp.array(leaf, dtype)
 
   return jax.tree.map(copy, tree)

@@ -14,7 +14,7 @@ import optax
 
 from optax_boost._foundation import _types
 
-# The largest int32, since counters on the device are int32.
+# The largest int32. Counters on the device are int32, so no larger count is allowed.
 LARGEST_COUNT = 2**31 - 1
 
 
@@ -23,7 +23,7 @@ def shorten(value: _types.Unchecked, limit: int = 80) -> str:
   try:
     text = repr(value)
   except Exception:
-    # Python refuses to print integers of more than 4,300 digits.
+    # `repr` raises, for example, for an integer of more than 4,300 digits.
     text = f"a value of type {type(value).__name__}"
   return text if len(text) <= limit else text[: limit - 3] + "..."
 
@@ -44,7 +44,7 @@ def is_integer(value: _types.Unchecked) -> bool:
 
 
 def _dtype_of(array: jax.typing.ArrayLike) -> jnp.dtype:
-  # JAX has no dtype for a NumPy array of Python objects.
+  # `jnp.result_type` raises for a NumPy array of Python objects.
   return array.dtype if isinstance(array, np.ndarray | np.generic) else jnp.result_type(array)
 
 
@@ -70,7 +70,7 @@ def concrete_number(value: _types.Unchecked) -> Any:
 def check_floating_dtype(name: str, value: _types.Dtype | None, *, optional: bool = False) -> None:
   """Raises TypeError unless an argument is a floating dtype, or None if `optional`."""
   try:
-    # NumPy would read None as float64, and an array as its dtype.
+    # `jnp.dtype` would read None as float64, and an array as the dtype of the array.
     is_name = value is not None and not is_any_array(value)
     floating = is_name and jnp.issubdtype(jnp.dtype(value), jnp.floating)
   except (TypeError, ValueError):
@@ -124,7 +124,8 @@ def check_number(
     required = " and ".join(text for _, text, applies in bounds if applies)
     advice = ""
     if is_array(value) and dtype in (jnp.float16, jnp.bfloat16):
-      # For example, 65,536 is infinite in float16, and 0.999 is 1 in bfloat16.
+      # The number may be out of range by its dtype alone: 65,536 is infinite in float16, and 0.999
+      # is 1 in bfloat16.
       advice = (
         f" Under `optax.inject_hyperparams` numbers have the params' dtype, here {dtype}: pass"
         " `hyperparam_dtype=jnp.float32`."

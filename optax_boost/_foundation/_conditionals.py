@@ -63,8 +63,8 @@ def replace_if(
 ) -> _types.SameTree:
   """Returns ``function(old, *operands)`` if `condition`, else `old`; updates buffers in place.
 
-  The function is differentiable in reverse mode, unlike a while loop: it has a derivative rule, by
-  which `function` must not close over differentiated arrays.
+  A derivative rule makes the result differentiable in reverse mode, unlike the result of a while
+  loop. The rule requires that `function` does not close over differentiated arrays.
   """
 
   @jax.custom_jvp
@@ -102,7 +102,8 @@ def update_if(
     return updates, _arrays.cast_like(moved, state)
 
   def skip(state: optax.OptState) -> tuple[optax.Updates, optax.OptState]:
-    # On a mesh with Explicit axes, both branches must return the same shardings.
+    # The zeros have the shardings of the updates, since on a mesh with Explicit axes both branches
+    # must return the same shardings.
     zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype, device=s.sharding), shapes)
     return jax.tree.map(_mesh_axes.vary, zeros, shapes), state
 
@@ -110,7 +111,8 @@ def update_if(
     return step(state)
   if shapes is None:
     shapes, _ = jax.eval_shape(update, state)
-  # On a mesh with Explicit axes, sharded zeros can be made only inside of a trace.
+  # `lax.cond` is called even if the condition is known, since on a mesh with Explicit axes sharded
+  # zeros can be made only inside of a trace.
   on_mesh = any(shape.sharding is not None for shape in jax.tree.leaves(shapes))
   return (jax.lax.cond if on_mesh else cond)(condition, step, skip, state)
 

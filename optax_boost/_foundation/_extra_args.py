@@ -41,7 +41,8 @@ def map_gradients(
   extra = dict(extra_args)
 
   def apply(gradients: _types.Updates) -> _types.Updates:
-    # `gradients` may hide more leaves than `updates`, on which the function was built.
+    # The function was made for the leaves of `updates`. A leaf that `gradients` alone hides is
+    # filled in for the call, and hidden again in the result.
     seen = _masks.mask_like(gradients, updates)
     return _masks.mask_like(function(_masks.fill_masked(seen, updates)), seen)
 

@@ -14,7 +14,7 @@ def write_atomically(path: str | os.PathLike[str], write: Callable[[BinaryIO], o
   permissions. If writing fails, the old file is unchanged, and an OSError names `path`.
   """
   target = pathlib.Path(os.path.realpath(path))
-  # `tempfile.mkstemp` would make a file that only its owner may read.
+  # `tempfile.mkstemp` is not used, since only the owner may read a file that it makes.
   temporary = target.with_name(f".{target.name[:40]}.{secrets.token_hex(8)}.tmp")
   try:
     with open(temporary, "xb") as file:

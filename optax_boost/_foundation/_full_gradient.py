@@ -76,7 +76,7 @@ def full_gradient(
   _checks.check_callable("weight_fn", weight_fn, "weight_fn(batch)", optional=True)
   _checks.check_bool("stacked", stacked)
   _tree_checks.check_inexact(params, _METHOD, _tree_checks.CLOSE_OVER)
-  # A key of `jax.random.PRNGKey` stays as it is.
+  # A raw key of `jax.random.PRNGKey` is passed to `grad_fn` unchanged.
   raw = getattr(rng, "dtype", None) == jnp.uint32 and getattr(rng, "ndim", 0) == 1
   rng = rng if rng is None or raw else _checks.as_key("rng", rng)
   if stacked:
@@ -198,7 +198,8 @@ def _add(
   _tree_checks.check_gradients(gradients, params, "grad_fn")
 
   def add(t: jax.Array, g: jax.Array) -> jax.Array:
-    # The gradient of a batch of weight 0 may be NaN, which a product with 0 would keep.
+    # A batch of weight 0 is left out by a `where`, since its gradient may be NaN, and 0 * NaN is
+    # NaN.
     return jnp.where(weight == 0, t, t + weight.astype(t.dtype) * g.astype(t.dtype))
 
   return jax.tree.map(add, total, gradients), weights + weight

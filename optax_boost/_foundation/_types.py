@@ -12,7 +12,7 @@ from jax.extend import core as jax_core
 
 # Any pytree.
 Tree: TypeAlias = object
-# A tree whose structure a function returns with other leaves.
+# A tree. A function from SameTree to SameTree returns a tree with the structure of its argument.
 SameTree = TypeVar("SameTree")
 # Pytrees of arrays.
 Params: TypeAlias = Any  # what a loss is differentiated by
@@ -38,7 +38,7 @@ FloatScalar: TypeAlias = jax.Array
 Condition: TypeAlias = Any
 # The value of an argument before its check, or a leaf of any type.
 Unchecked: TypeAlias = object
-# The path of a leaf or a node, in JAX's keys.
+# The path of a leaf or a node, as a tuple of JAX's keys.
 KeyPath: TypeAlias = tuple[Any, ...]
 Dtype: TypeAlias = jax.typing.DTypeLike
 # Metrics by name, as a train step returns them.

@@ -102,7 +102,8 @@ def _compute_part(
   name, settings = equation.primitive.name, dict(equation.params)
   for key, value in equation.params.items():
     if isinstance(value, jax.sharding.NamedSharding):
-      # A part may be too short to be sharded over all devices, so the compiler chooses.
+      # A part may be too short to be sharded over all devices, so the compiler chooses the sharding
+      # along the axis.
       instead = jax.sharding.PartitionSpec.UNCONSTRAINED if name == "sharding_constraint" else None
       settings[key] = _placement.without_axes(value, (axis,), instead)
   if name == "sharding_constraint":

@@ -110,7 +110,7 @@ class Interpreter(Generic[_Value]):
     """Returns a loop's results: runs the body until the join of all carries no longer changes."""
     while True:
       outputs = body(inputs)
-      # Results begin with the carries.
+      # The results of the body begin with the carries, so `zip` stops after the carries.
       joined = list(map(self.join, zip(inputs[carry], outputs, strict=False)))
       if joined == inputs[carry]:
         return outputs

@@ -10,7 +10,7 @@ import optax
 from optax_boost._foundation import _paths, _trees, _types, _warnings
 from optax_boost._trace import _layer_groups
 
-# The collections of Linen variables that hold the whole tree of a model's params or statistics.
+# Names of Linen's collections, with which the paths of all params or statistics of a model begin.
 _COLLECTIONS = (["params"], ["batch_stats"])
 
 

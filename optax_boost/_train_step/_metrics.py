@@ -47,7 +47,8 @@ def flatten_metrics(
     if value.ndim < 2:
       by_leaf = value.shape == (len(leaves),) and path in metrics and path != "aux"
       names = leaves if by_leaf else [str(i) for i in range(value.size)]
-      # A scalar adds nothing to its path, nor does a tree of params that is a single leaf.
+      # The name of a scalar is its path. So is the name of a vector of one entry if the params are
+      # a single leaf, whose path is empty.
       names = [f"{path}/{name}".rstrip("/") for name in names] if value.ndim else [path]
       flat.update(zip(names, value.ravel().tolist(), strict=True))
   return flat

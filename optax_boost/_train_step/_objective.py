@@ -100,7 +100,7 @@ def _check_dependence(
 
   def checked(params: optax.Params) -> tuple[_types.FloatScalar, Any]:
     value, aux = loss(params)
-    # Under `jax.grad` the params and all that depends on them are tracers of one type.
+    # Under `jax.grad`, the params and all values computed from the params are tracers of one type.
     if type(value) not in map(type, jax.tree.leaves(params)):
       raise ValueError(
         "`loss_fn` must compute the loss from the params that it is given; no gradient of it"

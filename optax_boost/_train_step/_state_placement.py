@@ -95,7 +95,7 @@ def _is_committed(leaf: _types.Unchecked) -> bool:
 
 def commit_like(state: _train_state.TrainState, arguments: _types.Tree) -> _train_state.TrainState:
   """Returns a state on the device or mesh of a committed argument, where the step will run."""
-  # This runs at every step, so the cheapest test comes first.
+  # The function runs at every step, so the cheapest test comes first.
   if _is_committed(state.step):
     return state
   if not isinstance(_first_sharding(state), jax.sharding.SingleDeviceSharding):
@@ -148,7 +148,8 @@ def _constraint(sharding: jax.sharding.NamedSharding) -> jax.sharding.NamedShard
   The shardings that a program returns have no None at the end of the ``PartitionSpec``.
   """
   mesh, spec = sharding.mesh, list(sharding.spec)
-  # Explicit axes and host memory are part of an array's type, which the compiler does not change.
+  # XLA does not change the sharding if the mesh has Explicit axes or the array is in host memory,
+  # since these are part of the array's type.
   free = isinstance(mesh, jax.sharding.Mesh) and _placement.has_auto_axes_only(mesh)
   if not free or sharding.memory_kind != mesh.devices.flat[0].default_memory().kind:
     return None

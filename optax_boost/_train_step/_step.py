@@ -221,7 +221,7 @@ def _check_variables(params: _types.Unchecked) -> None:
 
 def _check_call(state: _types.Unchecked, rng: _types.Unchecked) -> None:
   _train_state.check_train_state(state)
-  # A key that is an array is checked while tracing.
+  # `StepComputation.step` checks a key that is an array, while it is traced.
   if rng is not None and not isinstance(rng, jax.Array):
     _checks.check_key("rng", rng)
 

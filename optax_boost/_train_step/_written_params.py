@@ -48,7 +48,8 @@ def take_written_params(
   param_outputs = slice(end - count, end)
   copied = [x is y for x, y in zip(inputs, outputs[param_outputs], strict=False)]
   if not all(copied):
-    # `nnx.remat` and `nnx.jit` return all variables of their modules as new arrays.
+    # `nnx.remat` and `nnx.jit` return all variables of their modules as new arrays, so the program
+    # is searched for params that are copies.
     copied = copied_inputs(program, count, param_outputs)
   written = jax.tree.leaves(model_state.params)
   new_params = _trees.map_with(
