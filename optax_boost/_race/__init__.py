@@ -4,9 +4,9 @@ The modules, each of which imports those before it:
 
   _plot      the picture of a race
   _result    ``RaceResult``: curves, and their comparison at equal steps, gradients and time
-  _averages  averages in an optimizer's state, at which a race evaluates
-  _training  the trainings: count gradients, time steps, train the other seeds
-  _race      ``race``, with its arguments and its batches
+  _averages  reads the averages in an optimizer's state, at which a race evaluates
+  _training  counts gradients and times steps on the first seed, then trains the other seeds
+  _race      ``race``: checks the arguments, and makes the batches of each seed
 """
 
 from optax_boost._race._race import race as race

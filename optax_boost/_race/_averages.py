@@ -1,4 +1,7 @@
-"""Averages of params and statistics in an optimizer's state, at which a race evaluates."""
+"""Reads the averages of params and statistics that an optimizer keeps in its state.
+
+A race calls `evaluate` with these averages.
+"""
 
 from collections.abc import Callable
 
@@ -11,14 +14,15 @@ _ReadAverage = Callable[[optax.OptState, optax.Params], optax.Params]
 
 
 def find_average(opt_state: optax.OptState, params: optax.Params) -> _ReadAverage | None:
-  """Returns the function that reads averaged params from a state; None if the state keeps none.
+  """Returns a function ``read(opt_state, params)`` that returns the averaged params.
 
-  The state may be that of several trainings, stacked for ``jax.vmap``.
+  Returns None if `opt_state` keeps no average. All arrays may have a leading axis of seeds.
   """
   if _trees.find_states(opt_state, _average_params.AverageParamsState):
     return _average_params.averaged_params
-  # Schedule-free methods are evaluated at other params than those that train. optax has no function
-  # that reads them from inside a mask, where `z` has other shapes than the params.
+  # A schedule-free method evaluates other params than it trains. optax computes the params for
+  # evaluation from the trained params and `z` in the state. If `optax.masked` holds the method, `z`
+  # lacks the hidden leaves, and optax has no function for that case.
   states = _schedule_free(opt_state)
   if len(states) == 1 and _tree_checks.same_shapes(states[0].z, params):
     return _read_schedule_free
@@ -28,7 +32,7 @@ def find_average(opt_state: optax.OptState, params: optax.Params) -> _ReadAverag
 def averaged_statistics(
   opt_state: optax.OptState, model_state: _types.ModelState
 ) -> _types.ModelState:
-  """Returns the averages of the statistics, or the statistics if the optimizer averages none."""
+  """Returns the averaged statistics, or `model_state` if the optimizer averages no statistics."""
   if _average_params.averaging_statistics(opt_state):
     return _average_params.averaged_model_state(opt_state, model_state)
   return model_state

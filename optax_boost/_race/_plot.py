@@ -17,7 +17,7 @@ _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#
 def draw(result: Any, quantities: Sequence[str], against: Mapping[str, str]) -> "Figure":
   """Draws a ``RaceResult``: a row of panels for each quantity, a column for each budget.
 
-  `against` has the label of each budget. Losses have a log scale.
+  `against` has the axis label of each budget. Losses have a logarithmic axis. Returns the figure.
   """
   try:
     from matplotlib.figure import Figure
@@ -26,7 +26,7 @@ def draw(result: Any, quantities: Sequence[str], against: Mapping[str, str]) -> 
       '`RaceResult.plot` needs matplotlib. Install it, or run `pip install ".[race]"` in a clone of'
       " optax_boost."
     ) from error
-  # A single column of panels is drawn as a row.
+  # If there is one budget, the panels of all quantities are drawn in one row.
   rows, columns = (len(quantities), len(against)) if len(against) > 1 else (1, len(quantities))
   figure = Figure(figsize=(1 + 5 * columns, 1 + 4.0 * rows), dpi=150, layout="constrained")
   panels = figure.subplots(rows, columns, squeeze=False).reshape(len(quantities), len(against))
@@ -54,7 +54,10 @@ def draw(result: Any, quantities: Sequence[str], against: Mapping[str, str]) -> 
 
 
 def _ends(result: Any, compared: Sequence[str], budget: str) -> dict[float, str]:
-  """The totals at which methods are compared with the baseline, and the method that spends each."""
+  """Returns the totals at which methods are compared with the baseline, and whose curve ends there.
+
+  A method is compared with the baseline where the first of their two curves ends.
+  """
   ends = {}
   for name in compared:
     at = result.budget(name, budget)
@@ -67,7 +70,7 @@ def _draw_curve(
   axes: "Axes", result: Any, name: str, quantity: str, budget: str, colour: str
 ) -> None:
   diverged = result.diverged(name)
-  # A method that diverged on every seed is drawn up to where it diverged.
+  # Seeds that diverged are left out; if all diverged, they are drawn up to where they did.
   rows = result.curves[name][quantity][~diverged | diverged.all()]
   with np.errstate(all="ignore"):
     mean, spread = rows.mean(0), rows.std(0)

@@ -1,4 +1,4 @@
-"""``race``, with its arguments and its batches."""
+"""The function ``race``: checks its arguments, and makes the batches of each seed."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import functools
@@ -31,13 +31,13 @@ def race(
   """Trains with each of several transformations, and compares them with the first.
 
   For each seed, all methods get the same initial params, batches and keys, so each method is
-  compared with the baseline seed by seed. The comparison is made where both have spent what the
-  cheaper of the two spends in total:
+  compared with the baseline seed by seed. They are compared at the point where each has spent
+  the total of the cheaper of the two:
 
   - at equal steps;
-  - at equal gradient evaluations, counted with the first seed. A gradient of the loss counts one, a
-    value without a gradient (a trial point of a line search) a third. The count doesn't show the
-    backward pass that :func:`freeze_layers` skips; the time does;
+  - at equal gradient evaluations, counted with the first seed. A gradient of the loss counts as
+    1, a value of the loss without a gradient (a trial point of a line search) as 1/3. The count
+    doesn't show that :func:`freeze_layers` skips a part of the backward pass; the time does;
   - at equal time of one seed, without the time for compiling, evaluating and making batches. To
     measure it, all methods train the first seed again in turns, so memory must hold one state of
     each method.
@@ -72,9 +72,9 @@ def race(
     points: the largest number of points in a curve. More points cost more evaluations.
     has_model_state: whether the loss takes and returns mutable statistics.
     full_grad_fn: the argument of :func:`make_train_step` for :func:`svrg`.
-    vmap_seeds: whether to train the seeds after the first at once (``jax.vmap``), which needs the
-      memory of all of them. False is faster for convolutions on a CPU, and with a `full_grad_fn`.
-      Methods that freeze layers always train one seed at a time.
+    vmap_seeds: whether to train all seeds after the first at once with ``jax.vmap``, which needs
+      the memory of all these trainings. False is faster for convolutions on a CPU, and with a
+      `full_grad_fn`. Methods that freeze layers always train one seed at a time.
     progress: whether to show a progress bar; needs ``tqdm``.
 
   Returns:
@@ -135,7 +135,7 @@ def _seeds(seeds: Any) -> list[int]:
 
 
 def _batches(data: Any, batch_size: int | None) -> Callable[[int], Iterator[_types.Batch]]:
-  """Returns a function from a seed to endless batches, which are the same for every method."""
+  """Returns a function from a seed to endless batches; every method gets the same batches."""
   if callable(data):
     if batch_size is not None:
       raise ValueError(
@@ -167,7 +167,10 @@ def _count_examples(data: _types.Tree) -> int:
 
 
 def _shuffle(data: _types.Tree, examples: int, size: int, seed: int) -> Iterator[_types.Batch]:
-  """Yields whole batches, shuffled for each epoch; an epoch leaves out the remaining examples."""
+  """Yields batches of `size` examples without end; shuffles `data` again for each epoch.
+
+  An epoch leaves out the examples that don't fill a last batch.
+  """
   rng = np.random.default_rng(seed)
   while True:
     order = rng.permutation(examples)
@@ -176,7 +179,7 @@ def _shuffle(data: _types.Tree, examples: int, size: int, seed: int) -> Iterator
 
 
 def _repeat(data: Callable[[int], Iterable[_types.Batch]], seed: int) -> Iterator[_types.Batch]:
-  """Yields the batches of a seed in an endless loop."""
+  """Yields the batches of ``data(seed)`` without end; calls ``data(seed)`` for each epoch."""
   while True:
     batch = None
     for batch in data(seed):

@@ -36,9 +36,9 @@ _SHORT_NAMES = {"steps": "steps", "gradient_evaluations": "gradient evaluations"
 # "higher" or "lower".
 _LOWER_IS_BETTER = ("loss", "error", "perplexity")
 _HIGHER_IS_BETTER = ("accuracy",)
-# The relative error of budgets, which are sums of rounded numbers.
+# Budgets are sums of rounded numbers: the relative error up to which two of them are equal.
 _ROUNDING = 1e-9
-# The probability of a false claim that is accepted.
+# The accepted probability of claiming a difference that is not real.
 _LEVEL = 0.05
 
 
@@ -78,14 +78,15 @@ class RaceResult:
     return list(self.curves[self.baseline])
 
   def diverged(self, name: str) -> np.ndarray:
-    """An array ``(n,)``: for each seed, whether the method's last loss was not finite."""
+    """Returns for each seed whether the method's last loss was not finite, as an array ``(n,)``."""
     _checks.check_name("name", name, list(self.curves))
     return ~np.isfinite(self.curves[name][LOSS][:, -1])
 
   def budget(self, name: str, of: str) -> float:
-    """The total that the cheaper of a method and the baseline spends; nan if a total is unknown.
+    """Returns the smaller total of a method and the baseline; nan if a total is unknown.
 
-    If the baseline diverged on every seed, the method's total; for the baseline, the baseline's.
+    If one of the two diverged on every seed, returns the total of the other. For the baseline
+    itself, returns the baseline's total.
 
     Args:
       name: the name of the method.
@@ -98,7 +99,7 @@ class RaceResult:
     return float(np.min([self.spent[method][of][-1] for method in came_through or pair]))
 
   def values(self, name: str, quantity: str, of: str = "steps") -> np.ndarray:
-    """A method's values at its :meth:`budget` of the kind `of`.
+    """Returns a method's values of a quantity at the method's :meth:`budget` of the kind `of`.
 
     Returns:
       An array ``(n,)``, interpolated between the points of each seed's curve; nan for a seed that
@@ -113,20 +114,20 @@ class RaceResult:
     return np.where(self.diverged(name), math.nan, values)
 
   def _differences(self, name: str, quantity: str, budget: str) -> np.ndarray:
-    """The differences to the baseline, for the seeds on which both have a value at the budget."""
+    """Returns the difference to the baseline for each seed with both values at the budget."""
     baseline = self._values_at(self.baseline, quantity, budget, self.budget(name, budget))
     differences = self.values(name, quantity, budget) - baseline
     return differences[np.isfinite(differences)]
 
   def difference(self, name: str, quantity: str, of: str = "steps") -> tuple[float, float | None]:
-    """The mean over seeds of a method's difference to the baseline; arguments as :meth:`values`.
+    """Returns a method's mean difference to the baseline; takes the arguments of :meth:`values`.
 
-    The difference is taken at the method's :meth:`budget`, which depends on no third method.
+    Both values are taken at the method's :meth:`budget`, so no third method affects the difference.
 
     Returns:
-      The mean over the seeds on which neither of the two diverged (nan if there is none), and half
-      of its 95 % interval by Student's t (None for a single seed). The interval is not corrected
-      for several comparisons; :meth:`p_values` are.
+      The mean over the seeds on which neither method nor baseline diverged (nan if there is none),
+      and half of its 95 % interval by Student's t (None for a single seed). The interval is not
+      corrected for the number of comparisons; the results of :meth:`p_values` are.
     """
     differences = self._differences(name, quantity, of)
     if len(differences) < 2:
@@ -138,7 +139,7 @@ class RaceResult:
   def p_values(
     self, quantity: str, budgets: Sequence[str] = tuple(BUDGETS)
   ) -> dict[str, dict[str, float]]:
-    """The p-value of each method's difference to the baseline, corrected by Holm's method.
+    """Returns the p-value of each method's difference to the baseline, corrected by Holm's method.
 
     The p-values come from Student's t-test of the paired differences. If one calls each difference
     with a corrected p-value of at most 0.05 real, the probability of at least one false call is at
@@ -160,11 +161,11 @@ class RaceResult:
     }
 
   def _test(self, name: str, quantity: str, budget: str) -> tuple[str, bytes]:
-    """The key of a test. Budgets at which a method has the same differences share a key."""
+    """Returns the key of a test; budgets at which a method has the same differences share it."""
     return name, self._differences(name, quantity, budget).tobytes()
 
   def _tests(self, quantity: str, budgets: Sequence[str]) -> dict[tuple[str, bytes], float]:
-    """The corrected p-value of each test, by :meth:`_test`."""
+    """Returns the corrected p-value of each test, by the key that :meth:`_test` returns."""
     p_values = {}
     for name in self._compared:
       for budget in budgets:
@@ -174,19 +175,20 @@ class RaceResult:
     return dict(zip(p_values, holm(list(p_values.values())), strict=True))
 
   def _is_identical(self, name: str, quantity: str, budget: str) -> bool:
-    """Whether method and baseline have the same curves, and the same values at the budget."""
+    """Returns whether method and baseline have equal curves, and equal values at the budget."""
     curves, baseline = self.curves[name][quantity], self.curves[self.baseline][quantity]
-    # Methods with the same curve may need different times.
+    # The curves are compared step by step. If one method takes more time per step, the values at
+    # an equal time differ all the same.
     same = np.array_equal(curves, baseline, equal_nan=True)
     return same and not self._differences(name, quantity, budget).any()
 
   def conclusion(self) -> str:
     """Says for each method whether it is better than the baseline, and by how much.
 
-    The sentences compare the first of `quantities`, at each kind of budget. They call a method
-    better or worse if its p-value is at most 0.05, corrected as in :meth:`p_values` for all their
-    comparisons; else they say that these seeds can't tell. They call curves with the same bits in
-    every seed identical.
+    The sentences compare the first of `quantities`, at each kind of budget. A sentence calls a
+    method better or worse if its p-value is at most 0.05, corrected as in :meth:`p_values` for the
+    comparisons in all sentences; else it says that these seeds can't tell. Curves with the same
+    bits in every seed are called identical.
 
     Returns:
       A line for each method except the baseline.
@@ -212,7 +214,7 @@ class RaceResult:
   def _outcome(
     self, name: str, quantity: str, budget: str, tests: Mapping[tuple[str, bytes], float]
   ) -> str:
-    """The comparison at one budget in words; empty if no seed has values there."""
+    """Returns the comparison at one budget in words; "" if no seed has values at the budget."""
     mean, half = self.difference(name, quantity, budget)
     seeds = len(self._differences(name, quantity, budget))
     if not seeds:
@@ -232,7 +234,7 @@ class RaceResult:
     return f"{better} ({interval} over {seeds} seeds{correction})"
 
   def to_dict(self) -> dict[str, list[Any]]:
-    """The curves as columns, for ``pandas.DataFrame(result.to_dict())`` or JSON.
+    """Returns the curves as columns, for ``pandas.DataFrame(result.to_dict())`` or JSON.
 
     Returns:
       Lists of the same length, with an entry for each method, seed and point. Their names are
@@ -250,7 +252,7 @@ class RaceResult:
     return columns
 
   def table(self) -> str:
-    """Markdown tables: one for each quantity, and one of the cost of a step.
+    """Returns Markdown tables: one for each quantity, and one of the cost of a step.
 
     Returns:
       The tables, each with a heading. A cell is the mean ± the standard deviation over seeds; in
@@ -289,7 +291,7 @@ class RaceResult:
     return "\n\n".join(sections)
 
   def _column(self, quantity: str, budget: str) -> list[str]:
-    """A column of a table; its header names the budget if all comparisons share it."""
+    """Returns a column of a table; its header names the budget if all comparisons have the same."""
     compared = [name for name in self._compared if not self.diverged(name).all()]
     ends = {name: self.budget(name, budget) for name in self.curves}
     shared = {f"{ends[name]:,.4g}" for name in compared or [self.baseline]}
@@ -338,7 +340,7 @@ class RaceResult:
 
 
 def p_value(differences: np.ndarray) -> float:
-  """The two-sided p-value, by Student's t-test, of the hypothesis that differences have mean 0."""
+  """Returns the two-sided p-value of Student's t-test that `differences` have the mean 0."""
   error = np.std(differences, ddof=1) / math.sqrt(len(differences))
   mean = abs(np.mean(differences))
   if not error:
@@ -347,7 +349,7 @@ def p_value(differences: np.ndarray) -> float:
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-  """Corrects p-values by Holm's method; keeps their order."""
+  """Returns the p-values corrected by Holm's method, in the order of `p_values`."""
   order = np.argsort(p_values, kind="stable")
   steps = np.arange(len(p_values), 0, -1) * np.asarray(p_values)[order]
   corrected = np.empty(len(p_values))
@@ -356,7 +358,10 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def _interpolate(x: np.ndarray, y: np.ndarray, at: float) -> float:
-  """The value at `at` of a curve over ascending `x`; nan outside; ignores points not finite."""
+  """Returns the value at `at` of the curve through the points (x, y); nan outside of the curve.
+
+  `x` must ascend. Points that are not finite are left out.
+  """
   finite = np.isfinite(x) & np.isfinite(y)
   x, y = x[finite], y[finite]
   if not x.size or not x[0] * (1 - _ROUNDING) <= at <= x[-1] * (1 + _ROUNDING):
@@ -377,7 +382,7 @@ def _plus_minus(mean: float, spread: float | None, sign: str = "") -> str:
 
 
 def _markdown(lines: Sequence[Sequence[str]]) -> str:
-  """A Markdown table with aligned columns; the first line is the header."""
+  """Returns a Markdown table with aligned columns; the first of `lines` is the header."""
   lines = [[cell.replace("|", r"\|") for cell in line] for line in lines]
   widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
   aligned = [list(map(str.rjust, line, widths)) for line in lines]

@@ -1,4 +1,4 @@
-"""The trainings of a race, which count gradients, then time steps, then train the other seeds."""
+"""Trains the methods of a race: counts gradients, then times steps, then trains other seeds."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 import dataclasses
@@ -18,11 +18,11 @@ from optax_boost import _train_step
 from optax_boost._foundation import _checks, _progress, _types
 from optax_boost._race import _averages, _result
 
-# All methods are timed again until timing has taken this many seconds, at most this many times.
+# All methods are timed again until timing has taken `_TIMED_SECONDS`, at most `_MOST_TIMED` times.
 _TIMED_SECONDS, _MOST_TIMED = 2.0, 5
 # The number of batches that are made before the clock starts.
 _AHEAD = 8
-# The cost of a value of the loss in gradients: a gradient takes about as long as three values.
+# The cost of a loss without its gradient, in gradients: three losses take about as long as one.
 _COST_OF_VALUE = 1 / 3
 # The name of the metric if `evaluate` returns a scalar.
 _UNNAMED = "evaluation"
@@ -30,7 +30,7 @@ _UNNAMED = "evaluation"
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-  """The training problem: arguments of `race`, and a function from a seed to endless batches."""
+  """The problem of a race: arguments of `race`, and a function from a seed to endless batches."""
 
   loss_fn: _types.LossFn
   init_fn: Callable[[jax.Array], Any]
@@ -51,20 +51,20 @@ class Problem:
 
   @property
   def blocks(self) -> list[int]:
-    """The number of steps before each point of the curves."""
+    """The number of steps from the previous point to each point of the curves."""
     every = -(-self.steps // self.points)
     return [every] * ((self.steps - 1) // every) + [(self.steps - 1) % every + 1]
 
   def train_step(
     self, loss_fn: _types.LossFn, tx: optax.GradientTransformation
   ) -> _train_step.TrainStep:
-    """The train step of one method."""
+    """Returns the train step of a method with the transformation `tx`."""
     return _train_step.make_train_step(
       loss_fn, tx, has_model_state=self.has_model_state, full_grad_fn=self.full_grad_fn
     )
 
   def start(self, seed: int) -> tuple[_types.Params, _types.ModelState | None]:
-    """The initial params and statistics; None if the loss takes no statistics."""
+    """Returns the initial params and statistics; the statistics are None if the loss takes none."""
     initial = self.init_fn(jax.random.key(seed))
     if not self.has_model_state:
       return initial, None
@@ -76,7 +76,10 @@ class Problem:
     return initial
 
   def key(self, seed: int) -> jax.Array | None:
-    """The key of the training, which differs from the key of the initial params; None if unused."""
+    """Returns the key of a seed's training, or None if the loss takes no key.
+
+    The key differs from the key of the initial params.
+    """
     takes_key = {"rng", "key"} & set(inspect.signature(self.loss_fn).parameters)
     return jax.random.fold_in(jax.random.key(seed), 1) if takes_key else None
 
@@ -99,13 +102,13 @@ class Problem:
 
 
 class _Counter:
-  """Counts evaluations of a loss while a program runs; the unit is a gradient."""
+  """Adds up the cost of a loss's evaluations while programs run; the unit is a gradient."""
 
   def __init__(self) -> None:
     self._cost = 0.0
 
   def mark(self, loss_fn: _types.LossFn) -> _types.LossFn:
-    """Wraps a loss so that each value and each backward pass of it is counted."""
+    """Returns a loss with the same results, whose values and backward passes are counted."""
 
     def identity(cost: float, x: Any) -> Any:
       jax.debug.callback(functools.partial(self._add, cost), x)
@@ -124,7 +127,7 @@ class _Counter:
     self._cost += cost
 
   def total(self) -> float:
-    """The evaluations so far; waits until running programs end."""
+    """Waits for running programs; returns the cost of the evaluations so far, in gradients."""
     jax.effects_barrier()
     return self._cost
 
@@ -166,20 +169,20 @@ class Method:
     self._step = problem.train_step(problem.loss_fn, tx)
     self._counting = problem.train_step(self._counter.mark(problem.loss_fn), tx)
     self._vmapped = jax.jit(jax.vmap(lambda *args: self._step(*args)), donate_argnums=0)
-    # Whether the method freezes layers. Then the host chooses a program by the number of frozen
-    # groups, so the step can't be vmapped, and the first timed training compiles programs.
+    # Whether the method freezes layers. The host then chooses the program of each step by the
+    # number of frozen groups, so the step can't be vmapped, and the first timed training compiles.
     self.freezes = False
     # Whether `evaluate` gets an average of the params.
     self.is_averaged = False
     # The metrics at each point, by seed.
     self.points: dict[int, list[dict[str, float]]] = {}
     self._evaluations = np.full(len(problem.blocks), math.nan)
-    # The seconds of each block, for each timed training.
+    # For each timed training, the seconds of each block of steps.
     self.block_seconds: list[np.ndarray] = []
 
   @property
   def spent(self) -> dict[str, np.ndarray]:
-    """The budgets spent at each point; a block's time is that of its fastest timed training."""
+    """The totals at each point, by budget; a block's time is from its fastest timed training."""
     seconds = np.min(self.block_seconds or [self._evaluations * math.nan], axis=0)
     return {
       "steps": np.cumsum(self._problem.blocks),
@@ -188,25 +191,25 @@ class Method:
     }
 
   def curves(self, seeds: Sequence[int]) -> dict[str, np.ndarray]:
-    """The curves of each quantity, with a row for each seed."""
+    """Returns the curves of each quantity: an array with a row for each of `seeds`."""
     rows = [self.points[seed] for seed in seeds]
     return {name: np.array([[point[name] for point in row] for row in rows]) for name in rows[0][0]}
 
   def begin(self, seed: int, step: _train_step.TrainStep | None = None) -> _Training:
-    """Starts a training of one seed."""
+    """Returns a new training of one seed, with `step` or, if that is None, the method's step."""
     step, problem = step or self._step, self._problem
     state = step.init(*problem.start(seed))
     return _Training(step, state, problem.batches(seed), problem.key(seed))
 
   def count(self, seed: int) -> None:
-    """Compiles the step, then trains a seed and counts its evaluations."""
+    """Compiles the step, then trains a seed and stores the gradients spent at each point."""
     training = self.begin(seed)
     training.advance(2)
     self.freezes = any("frozen_groups" in name for name in training.metrics)
     self._evaluations = np.array(self._record([seed], self.begin(seed, self._counting)))
 
   def train(self, seeds: Sequence[int], at_once: bool) -> None:
-    """Trains the seeds after the first, at once or one at a time."""
+    """Trains `seeds` and stores their curves; with `at_once`, vmaps the step if possible."""
     if not at_once or self.freezes or len(seeds) < 2:
       for seed in seeds:
         self._record([seed], self.begin(seed))
@@ -218,7 +221,7 @@ class Method:
       self._record(seeds, _Training(self._vmapped, states, feed, keys))
 
   def _record(self, seeds: Sequence[int], training: _Training) -> list[float]:
-    """Trains, and stores the curves; returns the number of evaluations until each point."""
+    """Trains, and stores each seed's metrics; returns the gradients counted until each point."""
     points: dict[int, list[dict[str, float]]] = {seed: [] for seed in seeds}
     totals = []
     for length in self._problem.blocks:
@@ -242,7 +245,10 @@ class Method:
   def _params_to_evaluate(
     self, state: _train_step.TrainState, seeds: int
   ) -> tuple[_types.Params, _types.ModelState]:
-    """Returns params and statistics, or their averages in the optimizer, stacked over seeds."""
+    """Returns the params and statistics to evaluate: averages, if the optimizer keeps them.
+
+    For several seeds, all arrays have a leading axis of seeds.
+    """
     average = _averages.find_average(state.opt_state, state.params)
     self.is_averaged = average is not None and self._problem.evaluate is not None
     if average is None or not self.is_averaged:
@@ -266,7 +272,10 @@ def train(
   vmap_seeds: bool,
   progress: bool,
 ) -> bool:
-  """Counts evaluations, times steps, trains the other seeds; returns False if interrupted."""
+  """Counts gradients and times steps on the first seed, then trains the other seeds.
+
+  Returns whether all ended. Returns False after Ctrl-C if every method has trained a seed by then.
+  """
   first, *later_seeds = seeds
   counts = [(name, method.count, (first,)) for name, method in methods.items()]
   clock = ("all in turns", _clock, (methods, blocks, first))
@@ -287,9 +296,9 @@ def train(
 
 
 def _clock(methods: Mapping[str, Method], blocks: Sequence[int], seed: int) -> None:
-  """Times each block of steps with all methods in random order; repeats if that takes little time.
+  """Times each block of steps with all methods, one after the other in random order.
 
-  So other work of the machine slows all methods alike.
+  So other work of the machine slows all methods alike. Short trainings are timed several times.
   """
   shuffled, spent = random.Random(0), 0.0
   minimum = 2 if any(method.freezes for method in methods.values()) else 1

@@ -1,4 +1,4 @@
-"""Gradient accumulation: k micro-steps, one step of the inner optimizer."""
+"""Gradient accumulation: the inner optimizer makes one step for the mean of k gradients."""
 
 from collections.abc import Callable
 import dataclasses
@@ -25,9 +25,10 @@ class AccumulateState(NamedTuple):
   """State of :func:`accumulate`.
 
   Attributes:
-    count: scalar int32, micro-steps in the current window; 0 right after an inner step.
-    inner_count: scalar int32, windows at whose end the inner optimizer was called; it may have
-      skipped its step.
+    count: scalar int32, the number of micro-steps so far in the current window (the micro-steps
+      whose mean gradient the inner optimizer gets); 0 when a window has ended.
+    inner_count: scalar int32, the number of calls of the inner optimizer, also of those in which
+      it skipped its step.
     weight_sum: scalar float32 (float64 under x64), the sum of the weights in the current window.
     accumulator: tree of the params' structure, the weighted sum of the gradients in the window.
     notfinite_count: scalar int32, micro-batches whose gradient or weight was not finite, whose
@@ -46,9 +47,9 @@ class AccumulateState(NamedTuple):
 
 
 class _Window(NamedTuple):
-  """The current window after a micro-step."""
+  """The current window after a micro-step, which ``before`` passes on to ``after``."""
 
-  gradient_sum: optax.Updates  # without the micro-batch if it is dropped
+  gradient_sum: optax.Updates  # the weighted sum, without a dropped micro-batch
   is_full: _types.BoolScalar
   calls_inner: _types.BoolScalar
 
@@ -75,10 +76,11 @@ def accumulate(
     every: micro-steps per inner step, at least 1; or a function of the number of inner steps made.
       Raising it makes larger batches of the same memory, and fewer steps.
     not_finite: what to do with a micro-batch whose gradient is not finite or makes the sum
-      overflow. ``"drop"`` leaves the micro-batch out of the mean; a window without any other makes
-      no inner step. ``"keep"`` adds it, so that the mean is not finite and `inner`, such as
-      ``optax.apply_if_finite``, can skip the step; a loss scale in `inner` always gets such means.
-      None is ``"keep"`` without the check and the count, which saves a pass over the gradients.
+      overflow. ``"drop"`` leaves the micro-batch out of the mean; a window that drops all its
+      micro-batches ends without a step of `inner`. ``"keep"`` adds the micro-batch, so that the
+      mean is not finite and `inner`, such as ``optax.apply_if_finite``, can skip the step. A loss
+      scale in `inner` gets such a mean in either case. None: like ``"keep"``, but gradients are not
+      checked and not counted, which saves a pass over them.
     axis_name: as for :func:`dynamic_loss_scale`; all devices drop the same micro-batches. The
       devices' weights may differ: the mean of `inner`'s gradients over the devices
       (``jax.lax.pmean``) is the mean over all examples.
@@ -87,9 +89,9 @@ def accumulate(
     An :class:`optax.GradientTransformationExtraArgs`. Its ``update`` takes an optional `weight`,
     the number of examples or tokens in the micro-batch; the default is 1. The argument `weight` of
     :func:`make_train_step` sets it. `inner` gets the mean gradient, also as `grad`, and the other
-    extra arguments of the window's last micro-step. An :func:`accumulate` inside gets the window's
-    sum of weights. :func:`master_weights` and :func:`stochastic_rounding` inside get the mean in
-    float32.
+    extra arguments of the window's last micro-step. An :func:`accumulate` in `inner` gets the
+    window's sum of weights as its `weight`. A :func:`master_weights` or :func:`stochastic_rounding`
+    in `inner` gets the mean in float32.
 
   Raises:
     ValueError: in ``init``: `inner` holds :func:`svrg`, which would compare the mean gradient with
@@ -168,14 +170,15 @@ class _Accumulate:
 
     def inner_arguments() -> tuple[optax.Updates, _types.ExtraArgs]:
       mean = jax.tree.map(lambda t: _arrays.divide(t, divisor), gradient_sum)
-      # Masters in `inner` take the mean unrounded.
+      # `master_weights` and `stochastic_rounding` compute in float32, and get the mean in float32.
       if not any(form.keeps == "rounding" for form in _compositions.forms(self.inner)):
         mean = _arrays.cast_like(mean, grads)
       extra = extra_args | ({"grad": mean} if "grad" in extra_args else {})
-      # Only for an `accumulate` inside: optax's line searches refuse unknown arguments.
+      # `weight` is passed only to an `accumulate` in `inner`, since optax's line searches refuse
+      # arguments that they don't know.
       if _trees.find_states(state.inner_state, AccumulateState):
         extra["weight"] = weight_sum
-      # If the last micro-batch of the window is dropped, so are its statistics.
+      # Statistics of a dropped micro-batch become NaN, which `average_params` ignores.
       if extra.get("model_state") is not None:
         extra["model_state"] = _conditionals.nan_if(~is_good, extra["model_state"])
       return mean, extra
@@ -198,7 +201,8 @@ class _Accumulate:
     window: _Window,
   ) -> tuple[Any, AccumulateState]:
     def emptied(gradient_sum: optax.Updates) -> tuple[optax.Updates]:
-      # XLA 14: without the old value, all leaves of a shape would be copies of one array of zeros.
+      # XLA 14: if the result did not depend on `t`, XLA would make one array of zeros and copy it
+      # to all leaves of a shape.
       return (jax.tree.map(lambda t: jnp.where(has_ended, jnp.zeros_like(t), t), gradient_sum),)
 
     has_ended = outcome.made | window.is_full
@@ -215,10 +219,11 @@ class _Accumulate:
     weight: _types.FloatScalar,
     addend: optax.Updates,
   ) -> tuple[_types.Condition, _types.BoolScalar]:
-    """Whether a micro-batch is added to the window, and whether gradient and weight are good."""
+    """Returns whether a micro-batch is added, and whether its gradient and weight are valid."""
     weight_is_valid = jnp.isfinite(state.weight_sum + weight) & (weight >= 0)
     grads, _ = call.gradients()
-    # Scaled gradients are added even if they overflowed: a loss scale that sees none never shrinks.
+    # Gradients of a scaled loss are added even if they overflowed: a loss scale in `inner` shrinks
+    # only when it sees an overflow.
     unseen = _protocol.unseen_by_scale(state.inner_state, grads)
     is_scaled = len(unseen) < len(jax.tree.leaves(grads))
 
@@ -238,13 +243,14 @@ class _Accumulate:
       weight_is_valid, is_finite, may_be_added = _mesh_axes.on_all_devices(
         flags, self.axis_name, _METHOD
       )
-    # The sum is computed in the inner step, so the driver can't undo an addition.
+    # If a wrapper around `accumulate` skips the step, the micro-batch must not be added here: the
+    # sum is computed in the inner step, where the driver can't undo an addition.
     is_added = _conditionals.both(call.makes_step, weight_is_valid & may_be_added)
     return is_added, weight_is_valid & is_finite
 
 
 def _checked_weight(weight: jax.typing.ArrayLike) -> _types.FloatScalar:
-  """The weight of a micro-batch as an array, checked if it is not traced."""
+  """Returns the weight of a micro-batch as an array; raises if a concrete weight is invalid."""
   largest = float(jnp.finfo(jnp.float32).max)
   _checks.check_number("weight", weight, minimum=0.0, maximum=largest)
   return jnp.asarray(weight, float)
@@ -258,7 +264,7 @@ def _window_length(
   every: _Every,
   inner_count: _types.IntScalar,
 ) -> _types.IntScalar:
-  """The number of micro-steps in the current window."""
+  """Returns the number of micro-steps in a window that ends after `inner_count` inner steps."""
   length = every(inner_count) if callable(every) else every
   if jnp.shape(length) != ():
     raise ValueError(

@@ -1,11 +1,11 @@
 """Averages of the params along the training, with any optimizer.
 
-The snapshots x_1, ..., x_k are the params after the steps that are due. Snapshot x_k changes the
-average a by one of three formulas:
+The params after every n-th step are the snapshots x_1, ..., x_k. Snapshot x_k changes the average a
+by one of three formulas, which the arguments `start` and `decay` choose:
 
   start:      a <- a + (x_k - a) / k, which is the mean of all snapshots
   decay = d:  a <- a + (x_k - a) (1 - d) / (1 - d^k), whose weights are d^(k-i) divided by their sum
-  decay(k):   a <- a + (x_k - a) (1 - decay(k)), which begins with the initial params
+  decay(k):   a <- a + (x_k - a) (1 - decay(k)), where a begins as the initial params
 
 Mutable statistics, as BatchNorm's mean and variance, are averaged by the same formulas.
 """
@@ -48,7 +48,7 @@ _COLLECTION = "batch_stats/"
 
 
 def _blend(a: jax.Array, x: jax.Array, k: _types.IntScalar, decay: _Decay | None) -> jax.Array:
-  """The average after the k-th snapshot x; entries of x that are not finite are ignored."""
+  """Returns the average `a` updated by the k-th snapshot `x`; skips entries that are not finite."""
   dtype = a.real.dtype
   if callable(decay):
     share = jnp.asarray(1 - decay(k), dtype)
@@ -57,10 +57,10 @@ def _blend(a: jax.Array, x: jax.Array, k: _types.IntScalar, decay: _Decay | None
     share = complement / -jnp.expm1(k.astype(dtype) * jnp.log1p(-complement))
   else:
     share = 1 / k.astype(dtype)
-  # The first snapshot has the share 1, up to rounding.
+  # The first snapshot replaces the average; its computed share is 1 only up to rounding.
   replaces_all = share == 1 if callable(decay) else k == 1
   new = jnp.where(replaces_all, x, a + share * (x - a))
-  # The difference of finite snapshots that are far apart may overflow.
+  # `x - a` may overflow though `x` and `a` are finite.
   is_good = _finiteness.finite_entries(x) & _finiteness.finite_entries(new)
   return jnp.where(is_good, new, a)
 
@@ -76,8 +76,8 @@ class AverageParamsState(NamedTuple):
     average: tree of the params' structure, their average in at least float32.
     statistics: dict from the path of a statistic to its average in at least float32; empty if none
       are averaged.
-    count: scalar int32, the steps made.
-    snapshot_count: scalar int32, the snapshots taken.
+    count: scalar int32, the number of steps made.
+    snapshot_count: scalar int32, the number of snapshots taken.
     inner_state: the inner optimizer's state.
     made: scalar bool, whether the last call made a step.
   """
@@ -98,7 +98,7 @@ def average_params(
   every: jax.typing.ArrayLike = 1,
   model_state: _types.ModelState = None,
 ) -> optax.GradientTransformationExtraArgs:
-  r"""Keeps an average of the params along the training; the updates are `inner`'s.
+  r"""Keeps an average of the params along the training; returns the updates of `inner`.
 
   A snapshot of the params is taken after every `every`-th step. The average of the snapshots
   :math:`x_1, \ldots, x_k` is one of two:
@@ -116,8 +116,8 @@ def average_params(
   Args:
     inner: the optimizer. A snapshot is `params` plus the updates of `inner`, so put the wrapper
       around everything that changes updates: ``average_params(optax.chain(...), ...)``. A step that
-      a wrapper inside or around it skips is not counted. Around ``optax.lookahead`` the average is
-      a pair, as the params are.
+      a wrapper inside or around `average_params` skips is not counted. Around
+      ``optax.lookahead`` the average is a pair, as the params are.
     start: the number of steps before the first snapshot of the mean. Lowering it takes in older,
       worse params.
     decay: the factor d, above 0 and below 1. After the first snapshot the average is that snapshot.
@@ -168,7 +168,7 @@ def average_params(
       f" `decay` (exponential weights); got {'none' if start is None else 'start and decay'}."
     )
   _tree_checks.check_traceable("model_state", model_state)
-  # Copies: a train step may donate the model's arrays.
+  # The statistics are copied, since a train step may donate the arrays of `model_state`.
   statistics = jax.tree.map(_float32_copy, _statistics(model_state))
   if model_state is not None and not statistics:
     _warnings.warn(
@@ -189,7 +189,7 @@ def average_params(
 
 
 def _float32_copy(x: jax.typing.ArrayLike | jax.ShapeDtypeStruct) -> Any:
-  """A copy in at least float32; an abstract leaf stays abstract."""
+  """Returns a copy of a leaf in at least float32; the copy of an abstract leaf is abstract."""
   dtype = _arrays.accumulator_dtype(jnp.result_type(x))
   if isinstance(x, jax.ShapeDtypeStruct):
     return jax.ShapeDtypeStruct(x.shape, dtype, sharding=x.sharding)
@@ -197,7 +197,7 @@ def _float32_copy(x: jax.typing.ArrayLike | jax.ShapeDtypeStruct) -> Any:
 
 
 def _statistics(model_state: _types.ModelState) -> dict[str, jax.Array]:
-  """The floating-point leaves of a model state by their paths, without the collection's name."""
+  """Returns the floating-point leaves of a model state, by path without the collection's name."""
   paths = _statistic_paths(model_state)
   pairs = zip(paths, jax.tree.leaves(model_state), strict=True)
   return {path: x for path, x in pairs if jnp.issubdtype(jnp.result_type(x), jnp.inexact)}
@@ -210,7 +210,7 @@ def _statistic_paths(model_state: _types.ModelState) -> list[str]:
 def _check_statistics(
   averages: dict[str, jax.Array], model_state: _types.ModelState, function: str
 ) -> None:
-  """Raises ValueError unless a model state has all statistics that are averaged."""
+  """Raises ValueError unless a model state has a leaf of the path and shape of each average."""
   statistics = _statistics(model_state)
   for path, average in averages.items():
     shape = jnp.shape(average)
@@ -232,12 +232,12 @@ class _AverageParams:
   start: jax.typing.ArrayLike | None
   decay: _Decay | None
   every: jax.typing.ArrayLike
-  statistics: dict[str, jax.Array]  # the initial ones, in the dtypes of their averages
+  statistics: dict[str, jax.Array]  # the initial statistics, in at least float32
 
   def init(self, params: optax.Params) -> AverageParamsState:
     def copy(p: jax.Array) -> jax.Array:
       average = _float32_copy(p)
-      # An abstract leaf has no values to copy; zeros are kept until the first snapshot only.
+      # An abstract leaf has no values to copy, so its average begins as zeros.
       return jnp.zeros_like(average) if isinstance(average, jax.ShapeDtypeStruct) else average
 
     return AverageParamsState(
@@ -252,7 +252,7 @@ class _AverageParams:
   def before(
     self, call: _driver.Call, state: AverageParamsState
   ) -> tuple[_driver.Call, AverageParamsState, dict[str, jax.Array]]:
-    """The context for :meth:`after` is the statistics after the forward pass, by their paths."""
+    """Also returns the statistics after the forward pass, by path, for :meth:`after`."""
     if not self.statistics:
       return call, state, {}
     model_state = call.gradients()[1].get(_MODEL_STATE)
@@ -265,7 +265,8 @@ class _AverageParams:
     _check_statistics(self.statistics, model_state, _METHOD)
     new_statistics = _statistics(model_state)
     statistics = {path: jnp.asarray(new_statistics[path]) for path in self.statistics}
-    # optax's line searches refuse unknown arguments.
+    # optax's line searches refuse arguments that they don't know, so `model_state` is passed on
+    # only to an optimizer that names it.
     if not _compositions.names_extra_argument(self.inner, _MODEL_STATE):
       call = call._replace(gradients=functools.partial(_without_model_state, call))
     return call, state, statistics
@@ -282,9 +283,10 @@ class _AverageParams:
     snapshot_count = _arrays.increment_if(is_due, state.snapshot_count)
 
     averages = state.average, state.statistics
-    # The loop needs an array to carry.
+    # `_snapshot_if` carries the averages through a loop, which needs at least one array.
     if jax.tree.leaves(averages):
-      # A window may end with a micro-batch that was left out, and whose statistics are ignored.
+      # `accumulate` may have dropped the micro-batch of this step; then its statistics become NaN,
+      # which `_blend` ignores.
       left_out = _skipped_steps.left_out(state.inner_state, outcome.state) if statistics else None
       statistics = _conditionals.nan_if(left_out, statistics)
       new_params, *operands = self._new_params(call, outcome.result)
@@ -305,7 +307,7 @@ class _AverageParams:
     )
 
   def _is_due(self, count: _types.IntScalar, made: _types.Condition) -> _types.BoolScalar:
-    """Whether a snapshot is taken after a call that ended with `count` steps made."""
+    """Returns whether a snapshot is taken after a call, where `count` steps have been made."""
     start = 0 if self.start is None else self.start
     if _checks.is_integer(self.every) and self.every == 1 and _checks.concrete_number(start) == 0:
       return jnp.asarray(made)
@@ -313,7 +315,7 @@ class _AverageParams:
     return made & (after > 0) & (after % self.every == 0)
 
   def _new_params(self, call: _driver.Call, result: Any) -> tuple[Any, ...]:
-    """A function that computes the params after the step, and its arguments."""
+    """Returns a tuple of a function that computes the params after the step, and its arguments."""
     if call.plan.applies_updates:
       return (lambda params: params), call.plan.access.read_new(result)
     return optax.apply_updates, call.params, result
@@ -326,16 +328,17 @@ class _AverageParams:
     snapshot: Callable[..., _types.Tree],
     *operands: Any,
   ) -> _types.SameTree:
-    """Blends ``snapshot(*operands)`` into the averages if it is due, in place."""
+    """Returns the averages; if `is_due`, blends ``snapshot(*operands)`` into them, in place."""
 
     def take(
       averages: _types.SameTree, k: _types.IntScalar, traced_decay: Any, *operands: Any
     ) -> _types.SameTree:
-      # A Python number is no operand: an array would be rounded before `1 - decay` is.
+      # A Python number is not passed through the loop. There it would become an array, so `decay`
+      # would be rounded before `1 - decay` is computed.
       decay = self.decay if traced_decay is None else traced_decay
 
       def blend(a: jax.Array, p: jax.Array) -> jax.Array:
-        # Before the first snapshot, 1 / k has no derivative.
+        # k is 0 before the first snapshot, and 1 / k has no derivative there.
         return _blend(a, _rounded(p).astype(a.dtype), jnp.maximum(k, 1), decay)
 
       return _trees.map_leaves(blend, averages, snapshot(*operands))
@@ -350,8 +353,8 @@ def _without_model_state(call: _driver.Call) -> tuple[optax.Updates, _types.Extr
 
 
 def _rounded(p: jax.Array) -> jax.Array:
-  """A param in half precision, rounded as it is when stored."""
-  # XLA 18: without the barrier the rounding between the step and the average may be left out.
+  """Returns a half-precision param rounded as the stored param is, and other params unchanged."""
+  # XLA 18: without the barrier, XLA may leave out the rounding and average unrounded params.
   return jax.lax.optimization_barrier(p) if jnp.dtype(p.dtype).itemsize < 4 else p
 
 
@@ -366,9 +369,9 @@ def averaged_params(
   Args:
     opt_state: the state of any optimizer with :func:`average_params` in it: inside a chain, around
       or inside other wrappers, or for a part of the leaves.
-    params: the current params. The result has their dtypes, their values in leaves that are not
-      averaged (``optax.masked``, ``optax.partition``), and all their values before the first
-      snapshot.
+    params: the current params. The result has the dtypes of `params`, and the values of `params` in
+      leaves that are not averaged (``optax.masked``, ``optax.partition``), or in all leaves before
+      the first snapshot.
     dtype: the dtype of floating-point leaves, as jnp.float32 for params in half precision, whose
       averages are kept in float32. None: the dtype of each param.
 
@@ -398,7 +401,7 @@ def averaged_params(
       f" got {_checks.shorten(jax.tree.structure(opt_state), 200)}."
     )
   if dtype is not None:
-    # Leaves that are not averaged are cast, too.
+    # `params` is cast, since leaves that are not averaged are returned as they are in `params`.
     floating = lambda p: jnp.issubdtype(jnp.result_type(p), jnp.floating)  # noqa: E731
     params = jax.tree.map(lambda p: jnp.asarray(p, dtype) if floating(p) else p, params)
   leaves, structure = jax.tree.flatten(params)
@@ -420,13 +423,13 @@ def averaged_params(
 def averaged_model_state(
   opt_state: optax.OptState, model_state: _types.ModelState
 ) -> _types.ModelState:
-  """Reads the averages of statistics that :func:`average_params` keeps beside those of the params.
+  """Reads the averages of statistics that :func:`average_params` keeps beside the averaged params.
 
   Args:
     opt_state: the state of any optimizer with an ``average_params(..., model_state=model_state)``
       in it.
-    model_state: the current statistics. The result has their dtypes, their values in leaves that
-      are not averaged, and all their values before the first snapshot.
+    model_state: the current statistics. The result has the dtypes of `model_state`, and the values
+      of `model_state` in leaves that are not averaged, or in all leaves before the first snapshot.
 
   Returns:
     A tree of the structure of `model_state`. May be called under ``jit``.
@@ -469,22 +472,22 @@ def averaged_model_state(
 
 
 def averaging_statistics(opt_state: optax.OptState) -> list[AverageParamsState]:
-  """The states that hold averages of statistics."""
+  """Returns the states of :func:`average_params` that hold averages of statistics."""
   states = [node for node in _trees.nodes(opt_state) if isinstance(node, AverageParamsState)]
   return [state for state in states if state.statistics]
 
 
 def _snapshots_taken(state: AverageParamsState, function: str, arguments: str) -> _types.IntScalar:
-  """The number of snapshots; ValueError for the state of a population."""
+  """Returns the number of snapshots; raises ValueError for the stacked states of a population."""
   advice = f"Map over its members: `jax.vmap(optax_boost.{function})({arguments})`."
   _tree_checks.require_one_run(state.snapshot_count, function, advice)
-  # An NNX optimizer holds each array in a variable.
+  # In the state of an NNX optimizer, the count is an array inside a variable.
   (taken,) = jax.tree.leaves(state.snapshot_count)
   return jnp.asarray(taken)
 
 
 def _averages(state: AverageParamsState, params: optax.Params) -> list[jax.Array | None]:
-  """The average of each leaf of the params, or None where it is not averaged."""
+  """Returns the average of each leaf of `params`, or None for a leaf that is not averaged."""
   taken = _snapshots_taken(state, "averaged_params", "opt_state, params")
   targets = jax.tree.leaves(params, is_leaf=_masks.is_masked)
   averages = _masks.leaves_like(state.average, params)

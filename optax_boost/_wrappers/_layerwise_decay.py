@@ -36,13 +36,13 @@ def layerwise_decay(
   groups: _layer_groups.Groups,
   decay: jax.typing.ArrayLike = 0.75,
 ) -> optax.GradientTransformationExtraArgs:
-  r"""Multiplies the updates of each group by a power of `decay`; those of the last group by one.
+  r"""Multiplies the updates of each group of layers by a power of `decay`, of the last group by 1.
 
   .. math::
     u \leftarrow \text{decay}^{G - 1 - i} \, u
 
   for the updates :math:`u` of `inner` in group i of G. So the learning rate is scaled, and with it
-  the weight decay that `inner` adds. An :func:`average_params` or :func:`master_weights` inside
+  the weight decay that `inner` adds. An :func:`average_params` or :func:`master_weights` in `inner`
   gets the params after the scaled updates.
 
   Args:
@@ -71,7 +71,8 @@ def layerwise_decay(
 
   References:
     Clark, Luong, Le, Manning, `ELECTRA <https://arxiv.org/abs/2003.10555>`_, 2020; Bao, Dong, Piao,
-    Wei, `BEiT <https://arxiv.org/abs/2106.08254>`_, 2021, whose 0.65 to 0.75 ``timm`` took over.
+    Wei, `BEiT <https://arxiv.org/abs/2106.08254>`_, 2021, with decays
+    of 0.65 to 0.75, which ``timm`` also uses.
   """
   inner = _checks.check_transformation("inner", inner)
   _checks.check_number("decay", decay, positive=True, maximum=1.0)

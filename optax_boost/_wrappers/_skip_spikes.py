@@ -1,8 +1,9 @@
 r"""Skips steps whose gradient norm is far above the norms before it.
 
-n_t is the norm of the gradient in step t, m the mean of the norms before it, the i-th last of which
-has the weight d^i. If n_t > f m, or n_t is not finite, the step is skipped. The mean takes in
-min(n_t, f m), so that steps are made again after a lasting change of the norms.
+n_t is the norm of the gradient in step t. m is the weighted mean of the norms before step t, in
+which each norm has d times the weight of the next norm. If n_t > f m, or if n_t is not finite, the
+step is skipped. n_t enters the mean as min(n_t, f m), so that steps are made again after a lasting
+change of the norms.
 """
 
 import dataclasses
@@ -27,9 +28,10 @@ class SkipSpikesState(NamedTuple):
   Attributes:
     gradient_norm: scalar float32, the norm of the last gradient.
     norm_sum: scalar float32, the weighted sum of the norms so far.
-    norm_weight: scalar float32, the sum of their weights; `norm_sum` over it is their mean.
-    count: scalar int32, the norms in the mean.
-    spike_count: scalar int32, skipped steps.
+    norm_weight: scalar float32, the sum of the weights in `norm_sum`; the mean of the norms is
+      ``norm_sum / norm_weight``.
+    count: scalar int32, the number of norms in the mean.
+    spike_count: scalar int32, the number of skipped steps.
     inner_state: the inner optimizer's state.
     made: scalar bool, whether the last call made a step.
   """
@@ -51,7 +53,7 @@ def skip_spikes(
   start: jax.typing.ArrayLike = 20,
   axis_name: _types.AxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-  r"""Skips steps whose gradient norm is several times the usual one.
+  r"""Skips steps whose gradient norm is several times the mean norm of the steps before.
 
   A step is skipped if
 
@@ -68,7 +70,8 @@ def skip_spikes(
 
   Args:
     inner: the optimizer.
-    factor: how many times the mean a norm may be, above 1. Raising it skips fewer steps.
+    factor: how many times the mean a norm may be, at least 1. With 1, every step whose norm is
+      above the mean is skipped. Raising it skips fewer steps.
     decay: weight of a norm against the norm after it, from 0 to below 1; about 1 / (1 - decay)
       norms count. Raising it follows changes of the norms more slowly.
     start: the number of norms in the mean before a step may be skipped for its norm. Raising it
@@ -132,7 +135,8 @@ class _SkipSpikes:
     unscaled_squares = self._sum_squares(unseen)
     squares = unscaled_squares
     if len(unseen) < len(jax.tree.leaves(grads)):
-      # The other gradients are scaled; the loss scale inside handles their overflows.
+      # The gradients that are not in `unseen` are those of a scaled loss. The loss scale in `inner`
+      # skips a step in which they overflow.
       scale = _protocol.requesting_state(state.inner_state, _protocol.LOSS_SCALE).loss_scale
       squares = unscaled_squares + (self._sum_squares(grads) - unscaled_squares) / scale / scale
     norm = jnp.sqrt(squares)
@@ -141,7 +145,8 @@ class _SkipSpikes:
     is_spike = is_finite & (state.count >= self.start) & (norm > limit)
     is_skipped = is_spike | ~_finiteness.finite_entries(unscaled_squares)
     capped = jnp.where(is_spike, limit, norm)
-    # A loss that is masked or frozen has norms of zero; after these any norm would be a spike.
+    # A masked loss has gradients of norm zero. With these in the mean, the limit would be zero, and
+    # any other norm a spike.
     enters_mean = is_finite & (norm > 0)
     new_state = state._replace(
       gradient_norm=norm,

@@ -1,4 +1,4 @@
-"""Switches from one transformation to another one, which is updated from the start."""
+"""Switches from one transformation to another, whose state is updated from the first step on."""
 
 from typing import Any, NamedTuple
 
@@ -10,7 +10,7 @@ from optax_boost._form import _protocol, _skipped_steps, _transformation
 from optax_boost._foundation import _arrays, _checks, _conditionals, _types
 
 _METHOD = "switch_after"
-# The wrappers whose states make requests of the loss, by request.
+# For each request that a state can make of the loss, the wrapper whose state makes it.
 _WRAPPERS = {
   _protocol.LOSS_SCALE: "dynamic_loss_scale",
   _protocol.FROZEN_GROUPS: "freeze_layers",
@@ -25,8 +25,8 @@ class SwitchAfterState(NamedTuple):
     count: scalar int32, calls of ``update``.
     first_state: state of the first transformation; not updated after the switch.
     second_state: state of the second transformation, updated in every step.
-    made: scalar bool, whether the transformation that acts made a step in the last call;
-      :func:`accumulate` in it makes a step at the end of a window only.
+    made: scalar bool, whether the transformation that acted in the last call made a step. If it
+      holds :func:`accumulate`, it makes a step only at the end of a window.
   """
 
   count: _types.IntScalar  # type: ignore[assignment]  # tuples have a method of this name
@@ -48,7 +48,7 @@ def switch_after(
   Args:
     step: the number of steps in which `first` acts; 0: `second` acts from the start. May be traced.
     first: the transformation before the switch.
-    second: the transformation after it, computed from the first step on.
+    second: the transformation after the switch, computed from the first step on.
 
   Returns:
     An :class:`optax.GradientTransformationExtraArgs` that passes its extra arguments to both. Its
@@ -147,7 +147,7 @@ class _SwitchAfter(NamedTuple):
 
 
 def _refuse_requests(name: str, state: optax.OptState) -> None:
-  """Raises ValueError for a state that requests something of the loss of every step."""
+  """Raises ValueError if a state is that of a wrapper that changes the loss of every step."""
   for node in _protocol.declaring_states(state, "requests"):
     for request in _WRAPPERS.keys() & set(_protocol.declared(node, "requests")):
       raise ValueError(

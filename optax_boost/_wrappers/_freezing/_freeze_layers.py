@@ -34,14 +34,16 @@ class FreezeLayersState(NamedTuple):
   """State of :func:`freeze_layers`.
 
   Attributes:
-    count: scalar int32, steps made; it stops at 2^31 - 1, and the schedule with it.
+    count: scalar int32, the number of steps made. The count stops at 2^31 - 1; from then on the
+      schedule gets the same count.
     frozen_groups: scalar int32, how many groups the next step freezes.
     frozen_for: scalar int32, for how many steps at least `frozen_groups` stays the same.
     key: raw key data of the schedule's generator.
-    hidden: the paths of leaves that ``optax.masked`` hides from the method, without arrays.
-    group_counts: for each step count in `inner_state` that belongs to moments, in the order of
-      ``jax.tree.leaves``, a vector with an entry per group: the steps in which the group was
-      trained.
+    hidden: a dictionary whose keys are the paths of the leaves that ``optax.masked`` hides from the
+      method. It holds no arrays.
+    group_counts: a vector for each step count in `inner_state` that counts the steps of moments, in
+      the order of ``jax.tree.leaves``. Entry i is the count of group i, which advances only in
+      steps that train the group.
     inner_state: the inner optimizer's state. The step counts in it count all steps.
     made: scalar bool, whether the last call made a step.
   """
@@ -78,27 +80,28 @@ def freeze_layers(
   the whole backward pass is computed. Leaves may be complex.
 
   Leaves that hold many layers (``nn.scan``, ``nnx.scan``) are frozen layer by layer, with their
-  slices of the optimizer's state. A state without the axis of layers, as the norms of
-  ``optax.novograd``, is frozen when all layers of the leaf are. The train step splits each scan of
-  the loss into frozen and trained layers, except scans inside a ``cond``, a ``shard_map`` or a
-  function with a custom derivative. It does compute the backward pass of frozen layers whose inputs
-  depend on trained params: freeze these params, too.
+  slices of the optimizer's state. An array of the state without the axis of layers, as the norms of
+  ``optax.novograd``, is frozen when all layers of the leaf are frozen. The train step splits each
+  scan of the loss into frozen and trained layers, except scans inside a ``cond``, a ``shard_map``
+  or a function with a custom derivative. It does compute the backward pass of frozen layers whose
+  inputs depend on trained params: freeze these params, too.
 
-  Put it around the whole optimizer: ``freeze_layers(optax.chain(clip, adamw), ...)``. After a step
-  that a wrapper inside or around it skips, the depth stays the same, as it does for all
-  micro-batches of a window of :func:`accumulate`.
+  Put `freeze_layers` around the whole optimizer: ``freeze_layers(optax.chain(clip, adamw), ...)``.
+  If a wrapper inside or around `freeze_layers` skips a step, the next step has the same depth. All
+  micro-batches of a window of :func:`accumulate` have the same depth.
 
   Args:
     inner: the optimizer. ``optax.tree.map_params`` must find each leaf's entries in its state.
       Scalars in the state advance in every step; a `count` (or `count_m2`, `t`, `step`,
-      `is_initial_step`) beside moments is also kept for each group. If your own ``update`` has such
-      a count in its state, it is called once for all groups that were trained in the same steps. So
-      put what acts on all leaves, as clipping, beside it into an ``optax.chain``.
+      `is_initial_step`) beside moments is also kept for each group. If the state of your own
+      ``update`` has such a count, the ``update`` is called once for each set of groups that were
+      trained in the same steps. So don't clip or compute anything else from all leaves in this
+      ``update``; do it in another transformation of an ``optax.chain``.
     groups: a :class:`LayerGroups`; or regular expressions, one per group in the order of the
       forward pass, that match whole segments of the leaves' paths: ``"blocks/1"`` is not found in
-      ``blocks/10``. A leaf that two match is an error; one that none matches is in the last group.
+      ``blocks/10``. No leaf may match two of them; a leaf that matches none is in the last group.
     schedule: a :class:`FreezeSchedule` for this number of groups, as :func:`fixed_freezing` makes.
-    key: of the schedule's generator, a key of ``jax.random.key`` or a seed.
+    key: the key of the schedule's random numbers, from ``jax.random.key``, or a seed.
     counts: what a step count beside moments in `inner`'s state counts. ``"group"``: the steps in
       which a group was trained, for the correction of a bias. ``"run"``: all steps, for a learning
       rate schedule. None: ``"group"``, with a warning if the state is not optax's own; but
@@ -162,9 +165,10 @@ class _FreezeLayers:
   """The checked arguments of :func:`freeze_layers`.
 
   Attributes:
-    number_leaves: from a tree of the params' structure to the group number of each leaf.
+    number_leaves: a function from a tree of the params' structure to the group number of each leaf.
     owner_of_counts: the argument `counts`.
-    classes: the class of each group (:func:`_group_counts.group_classes`).
+    classes: a number for each group; groups that the schedule always trains in the same steps have
+      the same number.
   """
 
   inner: optax.GradientTransformationExtraArgs
@@ -180,12 +184,12 @@ class _FreezeLayers:
     _check_last_group(group_numbers, params, self.schedule.num_groups)
     inner_state = self.inner.init(params)
     layout = self._layout(inner_state, _state_layout.leaf_groups(group_numbers, params))
-    # With one depth, the groups that are trained always have the same counts.
+    # If all steps have the same depth, the count of the run is also that of each trained group.
     if self.schedule.depths is None or len(self.schedule.depths) > 1:
       _warn_of_uncertain_counts(layout)
     leaves = jax.tree.leaves(inner_state)
     count = jnp.zeros([], jnp.int32)
-    # A copy: the state may be donated, and the key is used again.
+    # The key is copied, since the state may be donated, and the next `init` uses the key again.
     key_data = jnp.array(jax.random.key_data(self.key))
     return FreezeLayersState(
       count=count,
@@ -260,7 +264,7 @@ class _FreezeLayers:
     return _state_layout.find_layout(self.inner, inner_state, groups, self.owner_of_counts)
 
   def _depth_at(self, count: _types.IntScalar, key_data: jax.Array) -> dict[str, Any]:
-    """The fields of the state that say how many groups step `count` freezes."""
+    """Returns the fields `frozen_groups` and `frozen_for` of the state for step `count`."""
     key = jax.random.wrap_key_data(key_data, impl=jax.random.key_impl(self.key))
     depth = _schedules.scalar_depth(self.schedule.frozen_groups(count, key))
     lasts = 1 if self.schedule.lasts is None else self.schedule.lasts(count)
@@ -270,7 +274,7 @@ class _FreezeLayers:
     }
 
   def _first_trained(self, depth: _types.IntScalar) -> int:
-    """The first group that a step may train, known while tracing."""
+    """Returns the first group that a step of this depth may train, as known while tracing."""
     if isinstance(depth, np.integer | np.ndarray):
       return int(depth)
     return min(self.schedule.depths or (0,))
@@ -278,7 +282,7 @@ class _FreezeLayers:
   def _scaled(
     self, count: _types.IntScalar, group_numbers: _types.Tree, updates: optax.Updates
   ) -> optax.Updates:
-    """The updates multiplied by the schedule's factors of the learning rate."""
+    """Returns the updates multiplied by the schedule's learning rate factor of each group."""
     if self.schedule.learning_rate_scale is None:
       return updates
     scale = _schedules.scale_per_group(
@@ -311,7 +315,7 @@ def _warn_of_uncertain_counts(layout: _state_layout.StateLayout) -> None:
 def _check_last_group(group_numbers: _types.Tree, params: optax.Params, num_groups: int) -> None:
   """Raises ValueError if no leaf is in the last group, the only one that is never frozen."""
   largest = [int(np.max(number)) for number in jax.tree.leaves(group_numbers)]
-  # Leaves that a mask hides may be trained by another transformation.
+  # With a mask, the last group may consist of hidden leaves, which another transformation trains.
   if largest and max(largest) < num_groups - 1 and not _masks.masked_paths(params):
     raise ValueError(
       "`groups` must leave a leaf in the last group, which is never frozen; got none in group"

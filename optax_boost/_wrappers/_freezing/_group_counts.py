@@ -1,15 +1,16 @@
 """A step in which each group of layers has step counts of its own.
 
-Adam divides its moments by 1 - b^n, n being one count for all leaves. If a layer is thawed after a
-thousand steps, its moments are still zero and n is 1000, so that its first steps are several times
-too long. PyTorch counts the steps of each param. This module counts the steps of each group: if the
-state of an ``update`` holds a count beside moments, the ``update`` is called once for each class of
-groups that were trained in the same steps, with their counts in the state. Each leaf and layer
-takes the result of its class; XLA drops the results that nothing takes.
+Adam divides its moments by 1 - b^n, where one count n serves all leaves. If a layer is thawed after
+a thousand steps, its moments are still zero and n is 1000, so that its first steps are several
+times too long. PyTorch counts the steps of each param. This module counts the steps of each group.
+Groups that were always trained in the same steps form a class. If the state of an ``update`` holds
+a count beside moments, the ``update`` is called once for each class, with the counts of the class
+in the state. Each leaf, and each layer of a stacked leaf, takes the result of its class; XLA drops
+results that no leaf takes.
 
-Only the ``update`` whose state holds the counts is called repeatedly, not the chain or the other
-composition around it (:mod:`optax_boost._form._compositions`). So clipping after Adam takes the
-norm of the updates that are made.
+Only the ``update`` whose state holds the counts is called several times, not the chain or the other
+composition around it (:mod:`optax_boost._form._compositions`). So a clipping that follows Adam in a
+chain takes the norm of the merged updates.
 """
 
 from collections.abc import Sequence
@@ -26,12 +27,12 @@ from optax_boost._form import _compositions
 from optax_boost._foundation import _masks, _placement, _types
 from optax_boost._wrappers._freezing import _state_layout
 
-# Equal for the groups that one call serves: their class, or their counts.
+# Groups with equal keys share one call of ``update``. A key is the number of a class, or counts.
 _CallKey: TypeAlias = int | tuple[Any, ...]
 
 
 def group_classes(depths: Sequence[int] | np.ndarray | None, num_groups: int) -> list[int]:
-  """The class of each group: two groups are in one if no depth freezes only one of them."""
+  """Returns the class of each group; groups share a class if each depth freezes all or none."""
   if depths is None:
     return list(range(num_groups))
   return [sum(depth <= group for depth in depths) for group in range(num_groups)]
@@ -42,10 +43,10 @@ class GroupCounts:
   """The step counts of the groups, for one step.
 
   Attributes:
-    layout: the groups and the counts in the inner optimizer's state.
-    counts: for each count in the state, a vector with an entry per group.
+    layout: says which groups the leaves of the inner state belong to, and which leaves are counts.
+    counts: for each count in `layout`, a vector with the count of each group.
     classes: the class of each group (:func:`group_classes`).
-    leaf_groups: the group of each leaf, in the structure of the gradients.
+    leaf_groups: the group of each leaf, as a tree of the gradients' structure.
     first_trained: the first group that this step may train.
   """
 
@@ -58,7 +59,10 @@ class GroupCounts:
   def update_by_group(
     self, update: _compositions.Update, state_groups: _types.Tree, count_positions: _types.Tree
   ) -> _compositions.Update:
-    """An ``update`` that uses each group's counts; both trees have the structure of its state."""
+    """Returns an ``update`` that makes the step of each group with the counts of the group.
+
+    The trees are those of :class:`StateLayout`, cut to the part of the state that `update` takes.
+    """
     return functools.partial(self._step, update, state_groups, count_positions)
 
   def advanced(
@@ -68,9 +72,9 @@ class GroupCounts:
     depth: _types.IntScalar,
     made: _types.BoolScalar,
   ) -> tuple[jax.Array, ...]:
-    """The groups' counts after a step that led from one inner state to another.
+    """Returns the groups' counts after a step that changed the inner state `before` to `after`.
 
-    The counts of trained groups advance as the count in the state does.
+    The count of a trained group advances by as much as the count in the state.
     """
     old, new = jax.tree.leaves(before), jax.tree.leaves(after)
     is_trained = (np.arange(len(self.classes), dtype=np.int32) >= depth) & jnp.asarray(made)
@@ -92,7 +96,11 @@ class GroupCounts:
     params: optax.Params | None = None,
     **extra: Any,
   ) -> tuple[optax.Updates, optax.OptState]:
-    """Makes a step, by :meth:`_step_by_class` for each held ``update`` whose state has counts."""
+    """Makes a step; returns updates and state.
+
+    Calls :meth:`_step_by_class` for `update`, or for each ``update`` in a chain or the like, if its
+    state has counts. Other parts of a chain are called once.
+    """
     positions = [position for position in jax.tree.leaves(count_positions) if position >= 0]
     if not positions:
       return update(gradients, state, params, **extra)
@@ -119,12 +127,12 @@ class GroupCounts:
     state: optax.OptState,
     params: optax.Params | None,
   ) -> tuple[optax.Updates, optax.OptState]:
-    """Calls an ``update`` whose state holds counts once for each class of groups."""
+    """Calls ``update`` once for each class of groups; returns the merged updates and states."""
     keys = [self._call_key(group, positions) for group in range(len(self.classes))]
     if len(set(keys[self.first_trained :])) > 1 and isinstance(
       self.counts[positions[0]], jax.core.Tracer
     ):
-      # Traced once for all classes.
+      # With `jit`, `update` is traced once, not once for each class.
       update = jax.jit(update)
     # The last group is never frozen: the counts in the state are also its counts.
     results = {keys[-1]: update(gradients, state, params)}
@@ -144,7 +152,7 @@ class GroupCounts:
     )
 
   def _call_key(self, group: int, positions: Sequence[int]) -> _CallKey:
-    """The group's counts if they are concrete, else its class."""
+    """Returns the counts of a group if they are concrete, else the class of the group."""
     values = [self.counts[position] for position in positions]
     if any(isinstance(value, jax.core.Tracer) for value in values):
       return self.classes[group]
@@ -157,7 +165,7 @@ def _merge(
   groups: _types.Tree,
   results: Sequence[_types.SameTree],
 ) -> _types.SameTree:
-  """A tree in which each leaf and layer is taken from the result of its group.
+  """Returns a tree that takes each leaf, or each layer of a stacked leaf, from its group's result.
 
   `keys` has the key of each group, `result_keys` the key of each result. A group without a result
   is frozen, and takes the result of the last group.

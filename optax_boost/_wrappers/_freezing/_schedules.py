@@ -1,4 +1,4 @@
-"""Schedules of freezing: how many groups are frozen, as functions of the step and a key.
+"""Schedules, which compute from the step and a key how many groups of layers are frozen.
 
   f   the share of steps in which something is frozen
   G   the number of groups; the last is never frozen
@@ -20,11 +20,11 @@ import numpy as np
 
 from optax_boost._foundation import _checks, _types, _warnings
 
-# Shares of steps are exact as fractions with at most this denominator.
+# The largest denominator of a fraction that stands for a share of steps.
 _LONGEST_PERIOD = 10_000
-# How far a computed share, as 1 - 0.7, may be from the decimal that is meant.
+# The rounding error that a share may have, such as 1 - 0.7 for 0.3.
 _ROUNDING = 2.0**-52
-# Schedules hold arrays of this length.
+# The largest number of groups. Schedules hold an array with an entry for each group.
 _MOST_GROUPS = 10_000
 # The default of `max_depths`: a train step compiles a program for each depth.
 _MOST_DEPTHS = 10
@@ -40,11 +40,12 @@ class FreezeSchedule:
       are frozen in that step, a scalar integer that is clipped to 0, ..., num_groups - 1.
     learning_rate_scale: a function of the step that returns a factor for the updates of each group,
       an array of `num_groups` numbers; None: no factors.
-    depths: all values that `frozen_groups` may return. Groups that no depth tells apart share their
-      step counts, and groups that every depth freezes need none. None: any value.
-    lasts: a function of the step that returns for how many steps, this one included, the depth
-      stays the same. The train step reads the depth from the device only after these steps. None:
-      one step, so that each step waits until the step before has ended.
+    depths: all values that `frozen_groups` may return. If each value freezes both of two groups or
+      neither, these groups share their step counts; a group that all values freeze has no counts.
+      None: any value.
+    lasts: a function of the step that returns for how many steps, including this step,
+      `frozen_groups` returns the same number. The train step reads the number from the device only
+      after these steps. None: one step, so that each step waits until the step before has ended.
   """
 
   num_groups: int
@@ -65,7 +66,7 @@ class FreezeSchedule:
 
 
 def scalar_depth(depth: Any) -> _types.IntScalar:
-  """The depth that a schedule returned; TypeError unless it is a scalar integer."""
+  """Returns the depth from a schedule as an array; raises TypeError if it is no scalar integer."""
   if _checks.is_integer(depth):
     depth = np.int32(min(max(int(depth), 0), _checks.LARGEST_COUNT))
   words = "a scalar integer, how many groups are frozen"
@@ -74,7 +75,7 @@ def scalar_depth(depth: Any) -> _types.IntScalar:
 
 
 def steps_with_depth(lasts: Any) -> _types.IntScalar:
-  """The number of steps that ``lasts`` returned; TypeError unless it is a scalar integer."""
+  """Returns the result of ``lasts`` as an array; raises TypeError if it is no scalar integer."""
   lasts = (
     np.int32(min(max(lasts, 1), _checks.LARGEST_COUNT)) if _checks.is_integer(lasts) else lasts
   )
@@ -83,7 +84,7 @@ def steps_with_depth(lasts: Any) -> _types.IntScalar:
 
 
 def scale_per_group(scale: Any, num_groups: int) -> jax.Array:
-  """The factors that a schedule returned; TypeError unless there is one for each group."""
+  """Returns a schedule's factors as an array; raises TypeError unless each group has a factor."""
   words = f"an array of {num_groups} numbers, one per group"
   _check_returned("learning_rate_scale(step)", scale, (num_groups,), jnp.number, words)
   return jnp.asarray(scale)
@@ -116,29 +117,29 @@ def _check_depths(depths: Sequence[int] | np.ndarray, num_groups: int) -> tuple[
 
 
 def _spread_depths(num_groups: int, max_depths: int) -> np.ndarray:
-  """The depths of a schedule, ascending from 0 to ``num_groups - 1``."""
+  """Returns at most `max_depths` depths of a schedule, ascending from 0 to ``num_groups - 1``."""
   num_groups = _check_num_groups(num_groups)
   _checks.check_whole_number("max_depths", max_depths, minimum=2, static=True)
   last = min(num_groups, int(max_depths)) - 1
-  # The integers nearest to an even spread.
+  # An even spread of depths, doubled; half of `last` is added to round to the nearest integers.
   doubled = 2 * np.arange(last + 1) * (num_groups - 1) + last
   return (doubled // max(2 * last, 1)).astype(np.int32)
 
 
 def _python_number(name: str, value: float | np.ndarray, **limits: Any) -> float:
-  """A number as a float; TypeError for an array, since schedules are computed on the host."""
+  """Returns a number as a float; raises TypeError for a JAX array."""
   _checks.check_number(name, value, **limits)
   if _checks.is_array(value):
     raise TypeError(
       f"`{name}` must be a Python number, since the schedule is computed on the host; got an"
       f" array. Pass float({name})."
     )
-  # NumPy's float32 0.3 stands for that decimal, not for 0.30000001192092896.
+  # A user who passes NumPy's float32 0.3 means the decimal 0.3, not 0.30000001192092896.
   return float(str(value)) if isinstance(value, np.ndarray | np.generic) else float(value)
 
 
 def _check_share(num_groups: int, frozen_fraction: float) -> tuple[int, float]:
-  """The checked number of groups and share of frozen steps, 0 if nothing can be frozen."""
+  """Checks and returns the number of groups and the share, as 0 if nothing can be frozen."""
   num_groups = _check_num_groups(num_groups)
   share = _python_number("frozen_fraction", frozen_fraction, minimum=0.0, below=1.0)
   return num_groups, 0.0 if num_groups == 1 or share <= _ROUNDING else share
@@ -159,11 +160,12 @@ def continuous_freezing(
       and trains the first layers less. (MindSpore's `freeze_p` is one minus this.) Above
       (D - 1) / D the first group is never trained, with a warning.
     max_depths: the largest number D of different depths, 0 and G - 1 among them; static. With more
-      groups, some are frozen together. Raising it makes finer steps; the train step compiles a
-      program for each depth.
+      groups than depths, several groups are frozen at once. Raising it freezes fewer groups at
+      once; the train step compiles a program for each depth.
 
   Returns:
-    A :class:`FreezeSchedule`, step by step MindSpore's if each group has a depth.
+    A :class:`FreezeSchedule`. If `max_depths` is at least G, each step freezes as many groups as in
+    MindSpore.
 
   Examples:
     >>> import optax_boost
@@ -175,7 +177,8 @@ def continuous_freezing(
   depths = _spread_depths(num_groups, max_depths)
   if not share:
     return fixed_freezing(num_groups, 0)
-  # The number of steps with nothing frozen, with the rounding errors of MindSpore.
+  # The number of steps with nothing frozen. Rounding may change it by one, so it is computed with
+  # the same rounding errors as in MindSpore.
   nearest = fractions.Fraction(share).limit_denominator(_LONGEST_PERIOD)
   freeze_p = float(1 - nearest) if abs(nearest - share) <= _ROUNDING else 1 - share
   unfrozen = math.floor(freeze_p * (len(depths) - 1) / (1 - freeze_p))
@@ -186,7 +189,7 @@ def continuous_freezing(
       f" {(len(depths) - 1) / len(depths):.4g} or less, or use `interval_freezing`.",
       UserWarning,
     )
-  # A cycle is at most as long as an int32 counts.
+  # The length of a cycle must fit into an int32.
   unfrozen = min(unfrozen, _checks.LARGEST_COUNT - len(depths))
   cycle = unfrozen + len(depths) - 1
 
@@ -204,7 +207,7 @@ def continuous_freezing(
 def interval_freezing(
   num_groups: int, frozen_fraction: float, *, max_depths: int = _MOST_DEPTHS
 ) -> FreezeSchedule:
-  """Freezes at regular intervals, i of G groups with a probability proportional to G - i.
+  """Freezes at regular intervals; freezes i of G groups with a probability proportional to G - i.
 
   Args:
     num_groups: the number of groups G.
@@ -239,20 +242,25 @@ def interval_freezing(
 
 
 def _interval_pattern(share: float) -> np.ndarray:
-  """For the steps 2, 3, ... of one period, whether MindSpore freezes groups; it does in step 1."""
+  """Returns for the steps 2, 3, ... of one period whether MindSpore freezes groups in them.
+
+  MindSpore always freezes groups in step 1.
+  """
   period = fractions.Fraction(share).limit_denominator(_LONGEST_PERIOD).denominator
   freezes: list[bool] = []
   frozen = 0
   for step in range(1, period + 2):
-    # As in MindSpore, 1 - 0.7 is a little more than 0.3, so that a tie freezes.
+    # As in MindSpore, a share of 1 - 0.7 is a little more than 0.3, so that a step also freezes if
+    # exactly 0.3 of the steps were frozen so far.
     freezes.append(frozen / step < share)
     frozen += freezes[-1]
   return np.array(freezes[1:])
 
 
 def interval_depth(uniform: jax.typing.ArrayLike, num_groups: int) -> jax.Array:
-  """The depth i that the interval schedule draws, with a probability proportional to G - i."""
-  # `uniform` is looked up among G-1, G-2, ..., 1 with weights 1, 2, ..., G-1, as in MindSpore.
+  """Returns the depth i for a number from [0, 1); its probability is proportional to G - i."""
+  # As in MindSpore, `uniform` chooses among the depths G-1, G-2, ..., 1, whose weights are 1, 2,
+  # ..., G-1 in this order.
   weights = np.cumsum(np.arange(1, num_groups))
   bounds = jnp.asarray(weights / weights[-1], jnp.float32)
   below = jnp.sum(bounds <= jnp.expand_dims(jnp.asarray(uniform), -1), axis=-1)
@@ -277,7 +285,7 @@ def progressive_freezing(
     t_i / T = t_0 + (1 - t_0) \left(\frac{i}{G - 1}\right)^p
 
   The last group is annealed over the whole run and never frozen, so the inner optimizer's learning
-  rate should be constant; one that decays goes with ``anneal=False``.
+  rate should be constant; if it decays, pass ``anneal=False``.
 
   Args:
     num_groups: the number of groups G.
@@ -313,9 +321,10 @@ def progressive_freezing(
   _checks.check_bool("anneal", anneal)
   relative_depths = depths / (num_groups - 1) if num_groups > 1 else np.ones(1)
   ends = np.maximum(np.round(total_steps * (start + (1 - start) * relative_depths**exponent)), 1)
-  # The time of a group is the end of the last depth at which it is not frozen.
+  # `ends` has for each depth the step in which the depth ends. A group is frozen from the end of
+  # the last depth that trains it.
   times = ends[np.searchsorted(depths, np.arange(num_groups), side="right") - 1]
-  # The last depth stays for ever.
+  # The last depth never ends.
   changes = np.append(ends[:-1], _checks.LARGEST_COUNT).astype(np.int32)
 
   def period(count: _types.IntScalar) -> _types.IntScalar:
@@ -344,9 +353,10 @@ def fixed_freezing(
 
   Args:
     num_groups: the number of groups G.
-    frozen_groups: how many are frozen, at most G - 1. Raising it saves more time and trains less.
-    steps: the number of steps with frozen groups, as until a new head is trained; then nothing is
-      frozen. None: all steps.
+    frozen_groups: how many groups are frozen, at most G - 1. Raising it saves more time and trains
+      fewer layers.
+    steps: the number of steps with frozen groups, such as the steps that first train a new head;
+      after them nothing is frozen. None: all steps.
 
   Returns:
     A :class:`FreezeSchedule`.
@@ -404,7 +414,7 @@ def gradual_unfreezing(
   """
   depths = _spread_depths(num_groups, max_depths)
   _checks.check_whole_number("every", every, static=True)
-  # The depth for each number of groups that would be frozen if every group had a depth.
+  # `allowed[i]` is the depth of a step that would freeze i groups if every group had a depth.
   allowed = depths[np.searchsorted(depths, np.arange(num_groups), side="right") - 1]
 
   def frozen_groups(count: _types.IntScalar, key: jax.Array) -> _types.IntScalar:
@@ -412,7 +422,7 @@ def gradual_unfreezing(
 
   def lasts(count: _types.IntScalar) -> _types.IntScalar:
     depth = jnp.asarray(allowed)[jnp.maximum(num_groups - 1 - count // every, 0)]
-    # The depth stays until one group less would be frozen.
+    # The depth changes in the first step that would freeze fewer groups.
     thaw = (num_groups - depth) * every
     return jnp.where(depth == 0, _checks.LARGEST_COUNT, thaw - count)
 

@@ -1,10 +1,10 @@
-"""Finds the leaves of an inner optimizer's state that belong to params, and its step counts.
+"""Finds which leaves of an inner optimizer's state belong to params, and which are step counts.
 
-In optax, a step count beside trees of the params' structure counts the steps of these moments:
-``count`` of ``optax.ScaleByAdamState``, by which Adam corrects the bias of `mu` and `nu`. A count
-that is alone in its state counts the steps of the run, as in ``optax.ScaleByScheduleState``. In
-states of other authors a count beside moments may be either, since a learning rate schedule may
-read it: the argument `counts` of :func:`freeze_layers` says which.
+In optax, a step count beside moments (trees of the params' structure) counts the steps of these
+moments: Adam corrects the bias of `mu` and `nu` by the ``count`` of ``optax.ScaleByAdamState``. A
+count that is alone in its state counts the steps of the run, as in ``optax.ScaleByScheduleState``.
+In states of other authors a count beside moments may count either, since a learning rate schedule
+may read it: the argument `counts` of :func:`freeze_layers` says which.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -30,7 +30,7 @@ _PACKAGE = __name__.partition(".")[0]
 
 @dataclasses.dataclass(frozen=True)
 class StackedGroups:
-  """The groups of the layers of a stacked leaf.
+  """The groups of the layers of a stacked leaf, a param that holds many layers along one axis.
 
   Attributes:
     groups: the group of each layer.
@@ -44,14 +44,15 @@ class StackedGroups:
 
   @property
   def last_group(self) -> int:
-    """The group of a value without the axis of layers, which is frozen when all layers are."""
+    """The group of a value without an axis of layers, which is frozen when all layers are."""
     return max(self.groups)
 
   @functools.lru_cache(maxsize=4096)  # noqa: B019  # small, and equal for all instances of a leaf
   def axis_in(self, shape: tuple[int, ...]) -> int | None:
-    """The axis of layers in a value made of the leaf, which may lack some of the leaf's axes.
+    """Returns the axis of layers in a value of the state that belongs to the leaf.
 
-    None if the value has no such axis, or if several of its axes may be the one.
+    `shape` is the value's shape, which may lack axes of the leaf. Returns None if the value has no
+    axis of layers, or if more than one of its axes may be the axis of layers.
     """
     candidates = set()
     for axes in itertools.combinations(range(len(self.shape)), len(shape)):
@@ -61,19 +62,26 @@ class StackedGroups:
     return axis if axis is not None and shape[axis] == len(self.groups) else None
 
   def numbers_for(self, shape: tuple[int, ...]) -> _layer_groups.GroupNumber:
-    """The group of each layer in a shape that broadcasts against a value, or one group for all."""
+    """Returns the groups of the layers, as an array that broadcasts against a value.
+
+    `shape` is the value's shape. If the value has no axis of layers, returns :attr:`last_group`.
+    """
     axis = self.axis_in(shape)
     if axis is None:
       return self.last_group
     return np.array(self.groups).reshape([-1 if i == axis else 1 for i in range(len(shape))])
 
 
-# The group of a leaf, or of each of its layers.
+# The group of a leaf, or the groups of the layers of a stacked leaf.
 LeafGroup: TypeAlias = int | StackedGroups
 
 
 def leaf_groups(numbers: _types.Tree, leaves: _types.Tree) -> _types.Tree:
-  """The :data:`LeafGroup` of each leaf, from group numbers that broadcast against the leaves."""
+  """Returns the :data:`LeafGroup` of each leaf, as a tree of the structure of `leaves`.
+
+  `numbers` has a group number for each leaf, or for a stacked leaf an array that broadcasts
+  against the leaf.
+  """
 
   def leaf_group(number: _layer_groups.GroupNumber, leaf: jax.Array) -> LeafGroup:
     if not isinstance(number, np.ndarray):
@@ -90,12 +98,14 @@ class StateLayout:
 
   Attributes:
     structure: the structure of the state.
-    groups: for each leaf of the state, the group of its leaf of the params; None if it has none.
-    counts: the indices, among the leaves, of the step counts that each group has for itself.
-    shared: the types of states whose counts all groups share, though they may belong to moments.
+    groups: for each leaf of the state, the group of the param that the leaf belongs to; None if it
+      belongs to no param.
+    counts: the indices, among the state's leaves, of the step counts that are kept for each group.
+    shared: the types of states with counts that may count the steps of moments, and which all
+      groups share nevertheless.
     assumed: the types of other authors' states whose counts are taken to belong to moments.
-    hidden: the compositions whose counts all groups share, since their held transformations can't
-      be called one by one.
+    hidden: the names of compositions (such as ``optax.chain``) whose counts all groups share, since
+      the transformations in them can't be called one by one.
   """
 
   structure: _types.TreeDef
@@ -107,19 +117,22 @@ class StateLayout:
 
   @property
   def state_groups(self) -> _types.Tree:
-    """`groups` in the structure of the state, with -1 for None."""
+    """The group of each leaf of the state, as a tree of the state's structure.
+
+    A leaf of the state that belongs to no param has the group -1.
+    """
     return jax.tree.unflatten(self.structure, [-1 if g is None else g for g in self.groups])
 
   @property
   def count_positions(self) -> _types.Tree:
-    """For each leaf, its position in `counts` or -1, in the structure of the state."""
+    """The position of each leaf of the state in `counts`, or -1, as a tree of its structure."""
     positions = {index: position for position, index in enumerate(self.counts)}
     leaves = [positions.get(index, -1) for index in range(len(self.groups))]
     return jax.tree.unflatten(self.structure, leaves)
 
 
 def inside_wrappers(tree: _types.OptState, num_wrappers: int) -> _types.OptState:
-  """The state inside the states of nested wrappers; also for a tree of the same structure."""
+  """Returns the part of a state, or of a tree like it, inside the states of nested wrappers."""
   for _ in range(num_wrappers):
     tree = tree.inner_state
   return tree
@@ -131,9 +144,9 @@ def select(
   before: _types.OptState,
   after: _types.OptState,
 ) -> _types.OptState:
-  """Applies ``choose(group, before, after)`` to the leaves of two states.
+  """Returns a state with ``choose(group, old, new)`` for each leaf of `before` and `after`.
 
-  A leaf without a group in `state_groups` (:attr:`StateLayout.state_groups`) is taken from `after`.
+  `state_groups` is :attr:`StateLayout.state_groups`. A leaf of the group -1 is taken from `after`.
   """
 
   def select_leaf(group: LeafGroup, old: jax.Array, new: jax.Array) -> jax.Array:
@@ -166,10 +179,11 @@ def find_layout(
   groups: _types.Tree,
   owner_of_counts: str | None,
 ) -> StateLayout:
-  """Finds the layout of an optimizer's state.
+  """Finds which leaves of an optimizer's state belong to params, and which are step counts.
 
-  `groups` are the groups of the params' leaves by :func:`leaf_groups`; `owner_of_counts` is the
-  argument `counts` of :func:`freeze_layers`.
+  `groups` is the tree that :func:`leaf_groups` returns for the params; `owner_of_counts` is the
+  argument `counts` of :func:`freeze_layers`. Raises TypeError if ``optax.tree.map_params`` can't
+  map over the state.
   """
   try:
     marked = optax.tree.map_params(
@@ -228,9 +242,9 @@ def find_layout(
 def _hidden_counts(
   update: _compositions.Update, count_positions: _types.Tree
 ) -> Iterator[tuple[int, str]]:
-  """The counts inside compositions whose held transformations can't be called one by one.
+  """Yields the counts in compositions whose held transformations can't be called one by one.
 
-  Yields the position of each count and the name of the composition.
+  Yields the position of each count, and the name of the composition.
   """
   positions = [position for position in jax.tree.leaves(count_positions) if position >= 0]
   held_updates = _compositions.held_updates(update) if positions else []
@@ -248,7 +262,7 @@ def _hidden_counts(
 
 
 def _children(node: _types.Tree) -> list[tuple[str, Any]] | None:
-  """The children of a node with their names; None for a leaf."""
+  """Returns the name and the value of each child of a node; None for a leaf."""
   flat = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)[0]
   if len(flat) == 1 and flat[0][0] == ():
     return None
@@ -258,9 +272,10 @@ def _children(node: _types.Tree) -> list[tuple[str, Any]] | None:
 def _kind_of_counts(
   node: _types.Tree, children: list[tuple[str, Any]]
 ) -> Literal["moments", "assumed", "run", "unclear"]:
-  """Whether the counters in a node count the steps of moments or of the run.
+  """Returns whether the counters in a node count the steps of moments or of the run.
 
-  "assumed": other authors' counters, taken to be of moments; "unclear": of moments or of the run.
+  "assumed": they are another author's, and taken to count the steps of moments; "unclear": they may
+  count either.
   """
   counters = [name for name, child in children if _is_counter(child)]
   # The counters of this package's methods count the steps of the run.
@@ -275,12 +290,12 @@ def _kind_of_counts(
     for name, child in children
     if not (isinstance(child, _ParamsLikeTree) or (_is_counter(child) and name in _STEP_COUNTS))
   ]
-  # A state inside this one, also an empty one, belongs to an optimizer that is wrapped.
+  # If a child of the node is a state (which may be empty), the node is the state of a wrapper.
   is_wrapper = any(x is not None and not jax.tree_util.all_leaves([x]) for x in remaining)
   if is_wrapper and not any(name in _STEP_COUNTS for name in counters):
     return "run"
-  # A scalar may be an estimate made from all leaves, as in Prodigy. Arrays that belong to no leaf
-  # are settings, as the coefficients of Muon.
+  # A scalar that is no counter may be an estimate made from all leaves, as in Prodigy. An array
+  # that belongs to no param is a setting, such as the coefficients of Muon.
   has_scalars = any(jax.tree_util.all_leaves([x]) and jnp.ndim(x) == 0 for x in remaining)
   if is_wrapper or has_scalars:
     return "unclear"
@@ -288,7 +303,7 @@ def _kind_of_counts(
 
 
 def _is_counter(value: Any) -> bool:
-  """Whether a value is a scalar of a signed integer or a bool."""
+  """Returns whether a value is a scalar of a signed integer dtype or a bool."""
   if (
     isinstance(value, _ParamsLikeTree)
     or not jax.tree_util.all_leaves([value])

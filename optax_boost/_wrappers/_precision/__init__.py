@@ -2,7 +2,7 @@
 
 Modules:
 
-  _loss_scale           the loss scale: when a step is skipped, and how the scale follows
+  _loss_scale           the loss scale: which steps are skipped, and how they change the scale
   _rounding             rounds to nearest or stochastically; draws the random numbers
   _float32_optimizer    the wrapper that masters and stochastic rounding share: steps in float32
   _master_weights       the arguments of ``master_weights``, and its state

@@ -1,6 +1,7 @@
 """Runs an optimizer in float32 for half-precision params, and rounds the new params.
 
-:func:`master_weights` and :func:`stochastic_rounding` are this wrapper, with masters and without.
+:func:`master_weights` and :func:`stochastic_rounding` are this wrapper. The first keeps masters,
+which are float32 copies of the params before rounding; the second keeps no copies.
 """
 
 import dataclasses
@@ -17,10 +18,10 @@ from optax_boost._wrappers._precision import _rounding
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Float32Optimizer:
-  """The checked arguments of a factory.
+  """The checked arguments of :func:`master_weights` or :func:`stochastic_rounding`.
 
-  If `state_type` has a field `master_params`, the params in float32 are kept there. Otherwise each
-  step casts the params.
+  If `state_type` has a field `master_params`, the state keeps the params in float32. Otherwise each
+  step casts the params to float32.
   """
 
   method: str
@@ -35,13 +36,14 @@ class _Float32Optimizer:
     fields: dict[str, Any] = {
       "count": jnp.zeros([], jnp.int32),
       "notfinite_count": jnp.zeros([], jnp.int32),
-      # A copy: the state may be donated, the caller's key may not.
+      # The key is copied, since the state may be donated, and the caller may use the key again.
       "key": None if self.key is None else jnp.array(jax.random.key_data(self.key)),
       "inner_state": self.inner.init(float32_params),
       "made": jnp.zeros([], bool),
     }
     if "master_params" in self.state_type._fields:
-      # Copies: an inner state may hold its params, and all of it is donated together.
+      # The masters are copied: `inner` may keep its params in its state, and a call that donates
+      # the state can't donate one array twice.
       fields["master_params"] = _arrays.copy_arrays(float32_params)
     return self.state_type(**fields)
 
@@ -55,8 +57,9 @@ class _Float32Optimizer:
 
     makes_step: _types.Condition = True
     is_finite = jnp.asarray(True)
-    # If the result is checked, `inner` may handle gradients that are not finite. A loss scale
-    # inside must see every overflow, and skips these steps itself.
+    # If the updates are checked, gradients are not, since `inner` may handle gradients that are not
+    # finite. Gradients of a scaled loss are not checked either: the loss scale in `inner` must see
+    # every overflow, and skips the step itself.
     unseen = _protocol.unseen_by_scale(state.inner_state, call.gradients()[0])
     if unseen and not self.checks_updates:
       makes_step = is_finite = call.passes(
@@ -86,7 +89,10 @@ class _Float32Optimizer:
     )
 
   def _plan(self, outer: _driver.StepPlan, state: optax.OptState) -> _driver.StepPlan:
-    """The plan of a step in float32. Its stored params are a pair: the outer ones, and masters."""
+    """Returns the plan of a step in float32.
+
+    Its stored params are a pair: the stored params of the plan `outer`, and the masters or None.
+    """
 
     def read(stored: _driver.StoredParams) -> optax.Params:
       params, masters = outer.access.read(stored[0]), stored[1]
@@ -113,7 +119,10 @@ class _Float32Optimizer:
     return plan.with_check(self._on_all_devices) if self.checks_updates else plan
 
   def _on_all_devices(self, flag: _types.BoolScalar) -> _types.BoolScalar:
-    """Whether a flag holds on all devices, so that all run the inner collectives or none does."""
+    """Returns whether a flag is true on all devices.
+
+    So all devices run the collectives of `inner`, or none does.
+    """
     return _mesh_axes.on_all_devices(flag, self.axis_name, self.method)
 
   def _step_key(self, state: optax.OptState) -> jax.Array | None:
@@ -123,10 +132,10 @@ class _Float32Optimizer:
     return jax.random.fold_in(key, state.count)
 
   def _follow(self, masters: optax.Params, params: optax.Params) -> optax.Params:
-    """The masters, with params in place of masters where a param was changed since the last step.
+    """Returns the masters; replaces each whose param was changed since the last step by the param.
 
-    A param was changed if its master can't have been rounded to it: to nearest, or if there is a
-    key to one of the two neighbours.
+    A param was changed if it is not its rounded master: rounded to nearest without a key, or to one
+    of the two neighbours with a key.
     """
 
     def follow(m: jax.Array, p: jax.Array) -> jax.Array:
@@ -151,7 +160,7 @@ def make_wrapper(
   axis_name: _types.AxisName | None,
   check: str,
 ) -> optax.GradientTransformationExtraArgs:
-  """Checks the arguments of a factory and makes its wrapper."""
+  """Checks the arguments of :class:`_Float32Optimizer`, and returns the wrapper."""
   _mesh_axes.check_axis_name("axis_name", axis_name)
   _checks.check_name("check", check, ("updates", "gradients"))
   wrapper = _Float32Optimizer(
@@ -177,12 +186,12 @@ _CLOSURES = ("value_fn", "obj_fn", "grad_fn", "full_grad_fn")
 def _inner_arguments(
   updates: optax.Updates, extra_args: _types.ExtraArgs, params: optax.Params
 ) -> tuple[optax.Updates, _types.ExtraArgs]:
-  """The gradients and extra arguments in float32, as the inner optimizer gets them."""
+  """Returns the gradients and extra arguments that the inner optimizer gets, in float32."""
 
   def full_gradient(*args: Any, **kwargs: Any) -> optax.Updates:
     return _widen(_masks.mask_like(extra_args["full_grad_fn"](*args, **kwargs), updates))
 
-  # `inner` calls these functions with float32 params; the model computes in its own dtype.
+  # `inner` calls these functions with float32 params, which are cast back to the model's dtype.
   closures = {name: extra_args.get(name) for name in _CLOSURES}
   if closures["full_grad_fn"] is not None:
     closures["full_grad_fn"] = full_gradient
@@ -193,7 +202,7 @@ def _inner_arguments(
 
 
 def _cast_params_first(function: _types.Closure, params: optax.Params) -> _types.Closure:
-  """A function of float32 params: casts them to the dtypes of `params`, then calls `function`."""
+  """Returns a function that casts float32 params to `params`' dtypes, then calls `function`."""
 
   def cast(x: Any, p: Any) -> Any:
     return x if _masks.is_masked(x) else x.astype(p.dtype)
@@ -205,7 +214,7 @@ def _cast_params_first(function: _types.Closure, params: optax.Params) -> _types
 
 
 def _difference(rounded: optax.Params, params: optax.Params) -> optax.Updates:
-  """The float32 updates that change params into their new values, which have the params' dtype."""
+  """Returns the float32 updates that change `params` to `rounded`, which has the same dtypes."""
 
   def subtract(r: jax.Array, p: jax.Array) -> jax.Array:
     # Infinite params stay infinite: the difference of infinities would be NaN.

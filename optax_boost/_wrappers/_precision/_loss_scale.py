@@ -1,8 +1,9 @@
 """Dynamic loss scaling, which keeps small gradients from vanishing in float16.
 
 The loss is multiplied by a scale s before it is differentiated, and the gradients are divided by s
-afterwards, in float32: cast back to float16, they would vanish after all. So the inner optimizer
-and its state are in at least float32. The scale follows the overflows:
+afterwards. The quotients stay in float32, since they would vanish in float16 after all. So the
+inner optimizer and its state are in at least float32. An overflow, a step whose gradients are not
+finite, changes the scale:
 
   overflow                    the step is skipped; from the h-th overflow on since s last grew,
                               s <- max(s * backoff, minimum)
@@ -41,7 +42,7 @@ def _next_scale(
   minimum: jax.typing.ArrayLike,
   maximum: jax.typing.ArrayLike,
 ) -> tuple[_types.FloatScalar, _types.IntScalar, _types.IntScalar]:
-  """The scale, its growth count and its hysteresis count after a step."""
+  """Returns the scale, the growth count and the hysteresis count after a step."""
   if growth_interval is None:
     return scale, growth_count, hysteresis_count
   hysteresis_count = _arrays.increment_if(~is_finite, hysteresis_count)
@@ -65,12 +66,13 @@ class DynamicLossScaleState(NamedTuple):
 
   Attributes:
     loss_scale: scalar float32, the factor of the next loss.
-    growth_count: scalar int32, the steps since the last overflow, or since the scale last grew.
-    hysteresis_count: scalar int32, overflows since the scale last grew.
+    growth_count: scalar int32, the number of steps since the last overflow or since the scale last
+      grew, whichever was later.
+    hysteresis_count: scalar int32, the number of overflows since the scale last grew.
     notfinite_count: scalar int32, steps that were skipped since a gradient was not finite, or with
       ``check="updates"`` since a param or the inner state would not have been finite.
-    hidden: the paths of leaves that ``optax.masked`` hides from the method, without arrays. The
-      train step divides the gradients of these leaves by the scale.
+    hidden: a dictionary whose keys are the paths of the leaves that ``optax.masked`` hides from the
+      method. It holds no arrays. The train step divides the gradients of these leaves by the scale.
     inner_state: the inner optimizer's state.
     made: scalar bool, whether the last call made a step.
   """
@@ -109,16 +111,16 @@ def dynamic_loss_scale(
 
   Args:
     inner: the optimizer. Its gradients and its state are in at least float32. For float16 params
-      put :func:`master_weights` around: ``master_weights(dynamic_loss_scale(inner))``.
+      put :func:`master_weights` around it: ``master_weights(dynamic_loss_scale(inner))``.
     initial_scale: the first scale, between `minimum` and `maximum`.
     growth_interval: steps without an overflow before the scale grows; raising it risks fewer
       overflows and adapts more slowly. None: a static scale; steps that overflow are still skipped.
     hysteresis: the number of overflows, since the scale last grew, that it takes to shrink the
       scale; raising it tolerates rare overflows that a smaller scale would not prevent.
-    growth_factor: factor of the scale when it grows, at least 1.
-    backoff_factor: factor of the scale after an overflow, below 1.
-    minimum: floor of the scale.
-    maximum: cap of the scale.
+    growth_factor: the factor by which the scale grows, at least 1.
+    backoff_factor: the factor by which an overflow shrinks the scale, above 0 and below 1.
+    minimum: the smallest scale.
+    maximum: the largest scale.
     axis_name: inside ``shard_map``, the mesh axes over which gradients or params differ, so that
       either all devices make a step or none does. Without it, a bad gradient on one device
       deadlocks a program whose inner optimizer has collectives. Not needed under ``jit``.
@@ -179,10 +181,10 @@ def dynamic_loss_scale(
 def _check_scales(
   minimum: jax.typing.ArrayLike, initial_scale: jax.typing.ArrayLike, maximum: jax.typing.ArrayLike
 ) -> None:
-  """Raises unless the scales are float32 numbers in this order."""
+  """Raises unless minimum <= initial_scale <= maximum, all in the range of float32."""
   scales = {"minimum": minimum, "initial_scale": initial_scale, "maximum": maximum}
   for name, value in scales.items():
-    # NumPy prints the largest float32 as 3.4028235e38, which is rounded up.
+    # 3.4028235e38 is the largest float32, rounded up as NumPy prints it. Users may copy it.
     _checks.check_number(
       name, value, minimum=float(jnp.finfo(jnp.float32).tiny), maximum=3.4028235e38
     )
@@ -230,7 +232,8 @@ class _LossScale:
 
     is_finite = call.passes(are_finite)
     makes_step: _types.Condition = is_finite
-    # A loss scale inside must see every overflow, or it would never shrink.
+    # A loss scale in `inner` must see every overflow, or it would never shrink. So this wrapper
+    # skips a step only for gradients that the inner loss scale does not unscale.
     if _protocol.is_requested(state.inner_state, _protocol.LOSS_SCALE):
       unseen = _protocol.unseen_by_scale(state.inner_state, call.gradients()[0])
       makes_step = self._on_all_devices(_finiteness.all_finite(unseen)) if unseen else True
@@ -269,14 +272,14 @@ class _LossScale:
     return _mesh_axes.on_all_devices(flag, self.axis_name, _METHOD)
 
   def _unscale(self, scale: _types.FloatScalar, grads: optax.Updates) -> optax.Updates:
-    """Divides gradients by the scale, in at least float32."""
+    """Returns the gradients divided by the scale, in at least float32."""
     return jax.tree.map(lambda g: _arrays.divide(_arrays.widen(g), scale, self.largest), grads)
 
 
 def _cast_to(
   grads: optax.Updates, params: optax.Params | None
 ) -> Callable[[optax.Updates], optax.Updates]:
-  """A function that casts updates to the promoted dtype of their gradient and param."""
+  """Returns a function that casts each update to the promoted dtype of its gradient and param."""
   like = grads if params is None else params
 
   def cast(update: jax.Array, grad: jax.Array, param: jax.Array) -> jax.Array:

@@ -1,7 +1,7 @@
-"""Master weights: float32 masters of half-precision params.
+"""Master weights: float32 copies of half-precision params.
 
-Small updates vanish in half precision: 1 + 1e-4 is 1 in float16. So training moves the masters, and
-the model's params are the rounded masters.
+Small updates vanish in half precision: 1 + 1e-4 is 1 in float16. So training updates float32
+copies of the params, the masters, and the model's params are the rounded masters.
 
 Source: Micikevicius et al., "Mixed Precision Training", arXiv:1710.03740; MXNet's
 `multi_precision`.
@@ -48,7 +48,7 @@ def master_weights(
   axis_name: _types.AxisName | None = None,
   check: Literal["gradients", "updates"] = "gradients",
 ) -> optax.GradientTransformationExtraArgs:
-  r"""Trains float32 masters of half-precision params; the params are the rounded masters.
+  r"""Trains float32 copies of half-precision params, the masters; rounds them to the params.
 
   The inner optimizer gets the masters as its params, and the gradients in float32. Its updates
   move the masters; the returned updates move the params to the rounded masters.
@@ -60,7 +60,7 @@ def master_weights(
   Args:
     inner: the optimizer of the masters.
     key: a key of ``jax.random.key`` or a seed, for stochastic rounding, whose error is zero on
-      average; None: round to nearest. The masters are exact either way.
+      average; None: round to nearest. The masters are never rounded.
     axis_name: as for :func:`dynamic_loss_scale`.
     check: as for :func:`dynamic_loss_scale`.
 

@@ -12,7 +12,7 @@ from optax_boost._foundation import _arrays, _types
 
 
 def round_stochastically(u: jax.typing.ArrayLike, x: jax.Array, dtype: _types.Dtype) -> jax.Array:
-  r"""Rounds float32 to a 16-bit dtype, up with the probability that makes the mean `x`.
+  r"""Rounds float32 numbers to neighbours in a 16-bit dtype, at random, so that the mean is `x`.
 
   .. math::
     q \left( \lfloor |x| / q \rfloor + [u < |x| / q - \lfloor |x| / q \rfloor] \right), \qquad
@@ -21,19 +21,19 @@ def round_stochastically(u: jax.typing.ArrayLike, x: jax.Array, dtype: _types.Dt
   with the distance :math:`q` between neighbours in `dtype`. Beyond the range of `dtype` the result
   is the range's end.
   """
-  # XLA 18: in float32 throughout, as a conversion to 16 bits and back may be left out.
+  # XLA 18: all is computed in float32, since XLA may leave out a conversion to 16 bits and back.
   info = jnp.finfo(dtype)
   magnitude = jnp.abs(x)
   bits = jax.lax.bitcast_convert_type(magnitude, jnp.uint32) & jnp.uint32(0x7F800000)
-  power = jax.lax.bitcast_convert_type(bits, jnp.float32)  # of two, at most `magnitude`
-  # A power of two scales exactly, and keeps every distance above the smallest normal number.
+  power = jax.lax.bitcast_convert_type(bits, jnp.float32)  # a power of two, <= `magnitude`
+  # Multiplying by a power of two is exact, and raises small distances to normal float32 numbers.
   scale = jnp.where(power < 1, jnp.float32(2.0**64), jnp.float32(1))
   distance = jnp.maximum(power, info.smallest_normal.astype(jnp.float32)) * scale * float(info.eps)
   steps = magnitude * scale / distance
   below = jnp.floor(steps)
   up = (u < steps - below).astype(jnp.float32)
   rounded = jnp.minimum((below + up) * distance / scale, info.max.astype(jnp.float32))
-  # Infinite and NaN params stay so.
+  # Infinite and NaN params are returned unchanged.
   return jnp.where(jnp.isfinite(x), jnp.copysign(rounded, x), x).astype(dtype)
 
 
@@ -46,7 +46,7 @@ def round_to_nearest(x: jax.Array, dtype: _types.Dtype) -> jax.Array:
 def round_like(
   float32_params: optax.Params, params: optax.Params, key: jax.Array | None
 ) -> optax.Params:
-  """Rounds leaves to the dtypes of `params`: stochastically, or to nearest if `key` is None."""
+  """Rounds `float32_params` to the dtypes of `params`: at random, or to nearest without a key."""
   leaves, structure = jax.tree.flatten(float32_params)
   targets = jax.tree.leaves(params)
   draws = [None] * len(leaves) if key is None else _draws(key, leaves, targets)
@@ -62,9 +62,10 @@ def round_like(
 def _draws(
   key: jax.Array, leaves: Sequence[jax.Array], targets: Sequence[jax.Array]
 ) -> list[jax.Array | None]:
-  """Random numbers in [0, 1) for the entries of each leaf whose dtype is not its target's.
+  """Returns random numbers in [0, 1) for each leaf; None for a leaf of its target's dtype.
 
-  Small leaves of one shape share a kernel.
+  `targets` are the params to whose dtypes the leaves are rounded. Small leaves of one shape are
+  drawn by one kernel.
   """
   keys = jax.random.split(key, max(len(leaves), 1))
   draws: list[jax.Array | None] = [None] * len(leaves)
@@ -76,7 +77,7 @@ def _draws(
     if len(indices) == 1:
       draws[first] = draw(keys[first])
       continue
-    # XLA 8: drawn at once, and with a barrier, or a kernel would draw for each leaf.
+    # XLA 8: the numbers are drawn at once; without the barrier, XLA makes a kernel for each leaf.
     stacked = jax.lax.optimization_barrier(jax.vmap(draw)(keys[np.array(indices)]))
     for i, u in zip(indices, stacked, strict=True):
       draws[i] = u

@@ -1,4 +1,4 @@
-"""Half-precision params without masters: each step rounds them stochastically.
+"""Stochastic rounding: trains half-precision params without float32 copies.
 
 Rounding to nearest loses every update below half the distance to the next number. Stochastic
 rounding rounds up with the probability that makes the mean exact, so small updates act on average.
@@ -61,10 +61,10 @@ def stochastic_rounding(
   more per param and has no noise.
 
   A step whose gradients are not finite changes nothing and is counted. A param beyond the range of
-  its dtype is rounded to the end of the range. Params that are NaN or infinite stay so.
+  its dtype is rounded to the end of the range. Params that are NaN or infinite are not changed.
 
   Args:
-    inner: the optimizer. Its state is in float32, unless it was told otherwise.
+    inner: the optimizer. Its state is in float32, unless its arguments set another dtype.
     key: a key of ``jax.random.key`` or a seed. Steps with equal keys and counts round in the same
       way, on one device and sharded.
     axis_name: as for :func:`dynamic_loss_scale`.
