@@ -34,8 +34,9 @@ def estimate_batch_stats(
   The pass estimates the BatchNorms that the call updates, so call the module in its training mode.
   These BatchNorms normalize by the batch. Frozen BatchNorms (``use_running_average=True``), and
   those that `only` and `exclude` leave out, normalize by their running statistics and keep them.
-  ``nn.Dropout`` does nothing; all other layers do what they do in the call. If one of them needs a
-  key in training, call the module in its evaluation mode and name the BatchNorms by `only`.
+  ``nn.Dropout`` does nothing; all other layers do what they do in the call. If another
+  layer needs a key in training, call the module in its evaluation mode and name the BatchNorms by
+  `only`.
 
   Args:
     module: the module.
@@ -48,7 +49,8 @@ def estimate_batch_stats(
       of the batch's leaves.
     only: the BatchNorms to estimate, frozen or not, as regular expressions that match whole
       segments of a BatchNorm's path in ``batch_stats``. None: all that the call updates.
-    exclude: BatchNorms that keep their statistics, as such expressions. None: excludes none.
+    exclude: BatchNorms that keep their statistics, as regular expressions like `only`. None:
+      excludes none.
 
   Returns:
     The variables with the new statistics. :class:`optax_boost.NoEffectWarning` names BatchNorms
@@ -159,12 +161,13 @@ class _BatchSummary:
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
   ) -> jax.Array:
-    """Calls a BatchNorm; if it is chosen, averages its statistics over its uses."""
+    """Returns the output of a BatchNorm; averages the statistics of a chosen one over its uses."""
     x, (flag,) = args[:1], args[1:] or (kwargs.get("use_running_average"),)
     frozen = norm.use_running_average if flag is None else flag
     is_chosen = norm.has_variable(_COLLECTION, "uses")
     by_batch = is_chosen and (self.selection.named or not frozen)
-    # Outside of the training's `shard_map` the mesh axis is unbound, and the batch is whole.
+    # Outside of the training's `shard_map` the mesh axis is unbound, and each device has the whole
+    # batch.
     axis_name = _mesh_axes.bound_axis(norm.axis_name)
     settings = {"momentum": 0.0, "use_running_average": None, "axis_name": axis_name}
     saved_settings = {name: getattr(norm, name) for name in settings}

@@ -15,7 +15,7 @@ from optax_boost.linen import _module, _normalized_dense
 
 @dataclasses.dataclass(frozen=True)
 class Unbound:
-  """Hides a module from Linen, which would make a module in a field a submodule of that name."""
+  """Hides a module from Linen: a module in a field becomes a submodule named like the field."""
 
   module: nn.Module
 
@@ -36,7 +36,7 @@ class LessBN(nn.Module):
 
   def setup(self) -> None:
     """Binds the original module to this module's scope, as ``apply`` would."""
-    # A plain assignment would make it a submodule.
+    # A plain assignment would make the original a submodule.
     object.__setattr__(self, "_bound", self.original.module.clone(parent=self.scope))
 
   def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -107,7 +107,7 @@ def less_bn(
 
   The arguments are the same; ``module.init`` and a call are traced with the inputs. Kernels and
   biases keep their paths, so variables of the original module with these paths fit. Evaluate the
-  same module, with ``train=False`` or the module's own flag. A module with ``nn.jit`` inside is
+  returned module, with ``train=False`` or the module's own flag. A module with ``nn.jit`` inside is
   refused: ``nn.jit`` keeps traces from before, in which calls can't be intercepted.
 
   Returns:

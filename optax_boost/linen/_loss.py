@@ -26,8 +26,8 @@ def split_loss(
   After it has called the model, a loss can read the module's other variables in
   ``model.collections``. So ``sum(jax.tree.leaves(model.collections["losses"]))`` adds the values
   that ``self.sow("losses", ...)`` stored in this step. Collections that ``module.init`` did not
-  return are dropped. If ``sow`` has a `reduce_fn`, its values go on from step to step, like other
-  variables.
+  return are dropped. If ``sow`` has a `reduce_fn`, its values are carried from step to step, like
+  other variables.
 
   Args:
     loss_fn: ``loss_fn(model, batch)``, where ``model(x, ...)`` applies the module; returns the

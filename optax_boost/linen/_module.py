@@ -61,10 +61,10 @@ class BoundModel:
     return output
 
   def _drop_sown_before(self, path: _types.KeyPath, value: Any) -> Any:
-    """Drops the values of earlier steps from a tuple that ``sow`` has extended.
+    """Returns a tuple that ``sow`` has extended without the values of earlier steps.
 
     ``sow`` makes a tuple longer; tuples that keep their length, such as the carry of a recurrent
-    cell, are not changed.
+    cell, are returned unchanged.
     """
     length = self._lengths.get(path)
     if length is None or not _is_tuple(value) or len(value) <= length:
@@ -78,7 +78,7 @@ def _is_tuple(value: _types.Unchecked) -> bool:
 
 
 def split_variables(variables: Any) -> tuple[_types.Params, Collections]:
-  """Splits the output of ``module.init`` into the params and the other collections."""
+  """Returns the params, and the other collections, in the output of ``module.init``."""
   if not isinstance(variables, Mapping):
     raise TypeError(
       f"`variables` must be a dict of collections; got {_checks.shorten(variables)}. Pass the"
@@ -94,7 +94,7 @@ def split_variables(variables: Any) -> tuple[_types.Params, Collections]:
 
 
 def check(module: _types.Unchecked) -> None:
-  """Refuses all but Linen modules."""
+  """Raises TypeError unless `module` is a Linen module."""
   if not isinstance(module, nn.Module):
     raise TypeError(
       f"`module` must be a Linen module; got {_checks.shorten(module)}. For NNX modules there is"

@@ -7,7 +7,7 @@ from optax_boost._methods import _normalized_dense
 
 
 class NormalizedDense(nn.Dense):
-  """:class:`optax_boost.nnx.NormalizedDense` for Linen.
+  """A dense layer like :class:`optax_boost.nnx.NormalizedDense`, for Linen.
 
   Attributes:
     multiplier_init, eps: see :class:`optax_boost.nnx.NormalizedDense`; all other attributes are

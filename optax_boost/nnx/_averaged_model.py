@@ -20,8 +20,8 @@ def averaged_model(optimizer: nnx.Optimizer, model: nnx.Module) -> Any:
   Returns:
     A model of the same class, with new arrays. Variables that the optimizer does not train have the
     values of `model`, except for statistics that the optimizer averages (the argument `model_state`
-    of :func:`optax_boost.average_params`). If it averages none, estimate the statistics of
-    BatchNorms with :func:`estimate_batch_stats`.
+    of :func:`optax_boost.average_params`). If the optimizer averages no statistics,
+    estimate the statistics of BatchNorms with :func:`estimate_batch_stats`.
 
   Raises:
     ValueError: the optimizer keeps no averages, or averages of another model.

@@ -17,7 +17,7 @@ _NNX_OBJECT = (nnx.Variable, nnx.Pytree if hasattr(nnx, "Pytree") else nnx.Objec
 
 
 class KeyedBatch(NamedTuple):
-  """Marks the batch of a step that is called with a key; a full pass uses unmarked batches."""
+  """Marks the batch of a step that is called with a key; ``refresh`` does not mark its batches."""
 
   batch: _types.Batch
 
@@ -82,12 +82,12 @@ def close(batch: _types.Batch) -> _types.Batch:
 
 
 def _is_nnx_object(node: _types.Tree) -> bool:
-  """Whether a node of a batch is a module, a variable, a metric or an optimizer of NNX."""
+  """Returns whether a node of a batch is a module, variable, metric or optimizer of NNX."""
   return isinstance(node, _NNX_OBJECT)
 
 
 class _ClosedBatches:
-  """An iterable of batches that closes each batch."""
+  """An iterable that calls :func:`close` on each batch of another iterable."""
 
   def __init__(self, batches: Iterable[_types.Batch]):
     self._batches = batches
@@ -101,24 +101,24 @@ class _ClosedBatches:
 
 
 def close_all(batches: Any) -> Any:
-  """Closes each batch of an iterable; returns anything else as it is."""
+  """Returns an iterable of closed batches if `batches` is an iterable, else `batches` itself."""
   is_iterable = isinstance(batches, Iterable) and not isinstance(batches, Mapping | str | bytes)
   return _ClosedBatches(batches) if is_iterable else batches
 
 
 def user_batch(batch: _types.Batch) -> _types.Batch:
-  """Returns the batch as the user passed it, from the batch inside a step."""
+  """Returns the batch that the user passed, made from the batch inside a step."""
   batch = batch.batch if isinstance(batch, KeyedBatch) else batch
   return batch.open()[0] if isinstance(batch, ClosedBatch) else batch
 
 
 def on_user_batch(function: _types.WeightFn | None) -> _types.WeightFn | None:
-  """Wraps a function of the user's batch so that it takes the batch inside a step."""
+  """Returns a function of the batch inside a step that calls `function` with the user's batch."""
   return None if function is None else lambda batch: function(user_batch(batch))
 
 
 def call_read_only(function: Callable[[_types.Batch], Any], closed: ClosedBatch) -> Any:
-  """Calls a function of a batch; refuses changes that it makes to the batch's NNX objects."""
+  """Returns ``function(batch)``; raises ValueError if it changes an NNX object of the batch."""
 
   def call(constants: _batches.Constants) -> tuple[Any, tuple[Any, ...], list[Any]]:
     batch, objects = dataclasses.replace(closed, constants=constants).open()

@@ -47,7 +47,8 @@ def estimate_batch_stats(
     only: the BatchNorms to estimate, frozen or not, as regular expressions that match whole
       segments of a BatchNorm's path (``"stem"`` matches ``"stem/norm"``). None: all that the
       forward pass updates.
-    exclude: BatchNorms that keep their statistics, as such expressions. None: excludes none.
+    exclude: BatchNorms that keep their statistics, as regular expressions like `only`. None:
+      excludes none.
 
   Returns:
     A copy of the model with the new statistics, in the modes (``train()``, ``eval()``) of `model`.
@@ -100,7 +101,7 @@ def _summarize_batch(
   chosen: Iterable[str],
   batch: _types.Batch,
 ) -> dict[str, _batch_stats.Statistics]:
-  """Computes the statistics of a batch for each chosen BatchNorm, by path."""
+  """Returns a batch's statistics for each chosen BatchNorm, by the path of the BatchNorm."""
   model = nnx.merge(graphdef, state)
   forward_fn(model, _batch.user_batch(batch))
   norms = _model.modules(model, nnx.BatchNorm)
@@ -135,7 +136,8 @@ class _Averaging(nnx.BatchNorm):
     # With momentum 0 a call stores 0 * running + batch. Zeros replace the running statistics, since
     # 0 * NaN is NaN.
     self.mean[...], self.var[...] = map(jnp.zeros_like, running)
-    # Outside of the training's `shard_map` the mesh axis is unbound, and the batch is whole.
+    # Outside of the training's `shard_map` the mesh axis is unbound, and each device has the whole
+    # batch.
     self.momentum, self.axis_name = 0.0, _mesh_axes.bound_axis(self.axis_name)
     out = super().__call__(x, use_running_average=False, **kwargs)
     self.momentum, self.axis_name = settings
@@ -148,5 +150,5 @@ class _Averaging(nnx.BatchNorm):
 
 @functools.cache
 def _averaging_class(kind: Any) -> type[nnx.BatchNorm]:
-  """Makes a subclass of `kind` whose ``super().__call__`` reaches :class:`_Averaging`."""
+  """Returns a subclass of `kind` in which ``super().__call__`` calls :class:`_Averaging`."""
   return _Averaging if kind is nnx.BatchNorm else type(kind)("Averaging", (kind, _Averaging), {})

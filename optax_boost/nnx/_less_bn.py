@@ -36,7 +36,7 @@ def less_bn(
   on_plan: _less_bn.PlanCallback | None = None,
   **kwargs: Any,
 ) -> Any:
-  """Copies a model without the BatchNorms inside bottleneck branches; each branch's last one stays.
+  """Copies a model without the BatchNorms inside bottleneck branches, except each branch's last.
 
   The place of a BatchNorm is read from a trace of the model, not from names. A residual block is an
   addition whose two operands are computed from one earlier value; its branch is the operand with

@@ -10,8 +10,9 @@ from optax_boost._foundation import _checks, _paths, _tree_checks, _types
 from optax_boost._trace import _layer_axes, _losses
 from optax_boost.nnx import _batch, _model
 
-# The seed of the key of a full pass. Dropout masks still differ from pass to pass, since the key
-# only moves the model's own rng streams, whose counts have changed since the last pass.
+# The seed of the key of ``refresh``, a pass over all data. Dropout masks still differ from pass to
+# pass, since the key only moves the model's own rng streams, whose counts have changed since the
+# last pass.
 PASS_SEED = 0
 
 
@@ -78,8 +79,8 @@ def pure_loss(
   :func:`_model.write`; else new and removed variables are refused, and new attributes are dropped.
   """
 
-  # `race` passes a key to losses with a parameter of that name. A model has its own rng streams,
-  # which the key moves.
+  # `race` passes a key only to losses with a parameter called `rng` or `key`. This loss has none,
+  # since a model has its own rng streams; a key as a fourth argument moves these streams.
   def loss(
     params: _types.Params, model_state: _model.Collections, batch: _types.Batch, *keys: jax.Array
   ) -> tuple[Any, Any]:
@@ -111,7 +112,7 @@ def pure_loss(
 
 
 def _check_trained(before: _types.Params, after: _types.Params) -> None:
-  """Refuses a forward pass that creates, removes or reshapes trained variables."""
+  """Raises ValueError if the forward pass creates, removes or reshapes trained variables."""
   if _tree_checks.same_shapes(before, after):
     return
   changed = {
@@ -127,7 +128,7 @@ def _check_trained(before: _types.Params, after: _types.Params) -> None:
 
 
 def _check_untrained(before: _model.Collections, after: _model.Collections) -> None:
-  """Refuses a forward pass that creates or removes other variables."""
+  """Raises ValueError if the forward pass creates or removes variables that are not trained."""
   changed = {*_paths.leaf_paths(before)} ^ {*_paths.leaf_paths(after)}
   if changed:
     raise ValueError(

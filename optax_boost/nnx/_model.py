@@ -30,15 +30,15 @@ Collections: TypeAlias = dict[str, Any]
 
 # `hold_frozen_statistics` recognizes the model's statistics by the name "batch_stats".
 _ROOT_NAMES = ("batch_stats", "rngs")
-# Among the collections, the structure of the roots after a forward pass that has changed it. The
-# structure is a tree without leaves, so each compiled program returns its own structure.
+# The key of the collections under which `with_structure` stores a structure that a forward pass has
+# changed. The structure is a tree without leaves, so each compiled program returns its own.
 _STRUCTURE = "structure"
 # Names the Flax contexts that identify the same objects before and after a forward pass.
 _FORWARD_CONTEXT = "optax_boost"
 
 
 def split(wrt: Filter, *roots: Any) -> tuple[nnx.GraphDef, _types.Params, Collections]:
-  """Returns the structure, the trained arrays by their paths in the model, and all other arrays."""
+  """Returns the structure of roots, the model's trained arrays by path, and all other arrays."""
   # `nnx.split` depends on the mode that the user has set; this context is always the graph mode.
   with nnx.split_context() as context:
     return _split_in(context, wrt, roots)
@@ -47,7 +47,10 @@ def split(wrt: Filter, *roots: Any) -> tuple[nnx.GraphDef, _types.Params, Collec
 def _split_in(
   context: Any, wrt: Filter, roots: Roots
 ) -> tuple[nnx.GraphDef, _types.Params, Collections]:
-  """Splits the roots inside an ``nnx.split_context``."""
+  """Splits the model and the rngs in `roots` inside an ``nnx.split_context``.
+
+  Returns what :func:`split` returns.
+  """
   selects = nnx.filterlib.to_predicate(wrt)
   graphdef, params, untrained = context.split(
     roots, lambda path, value: path[0] == 0 and selects(path[1:], value), ...
@@ -60,7 +63,7 @@ def _split_in(
 
 
 def merge(graphdef: nnx.GraphDef, params: _types.Params, collections: Collections) -> Roots:
-  """Makes new roots from the results of :func:`split`."""
+  """Returns new roots, the model and perhaps rngs, made from the results of :func:`split`."""
   return nnx.merge(graphdef, *_states(params, collections))
 
 
@@ -71,7 +74,7 @@ def call(
   params: _types.Params,
   collections: Collections,
 ) -> tuple[Any, nnx.GraphDef, _types.Params, Collections]:
-  """Calls ``function(roots)`` with new roots; returns the output, and the changed roots, split."""
+  """Calls ``function(roots)`` with new roots; returns the output, then the :func:`split` roots."""
   with nnx.update_context(_FORWARD_CONTEXT):
     with nnx.merge_context(_FORWARD_CONTEXT, inner=True) as context:
       roots = context.merge(graphdef, *_states(params, collections))
@@ -83,7 +86,7 @@ def call(
 def with_structure(
   collections: Collections, before: nnx.GraphDef, after: nnx.GraphDef
 ) -> Collections:
-  """Adds the structure `after` a forward pass to the collections if the pass has changed it."""
+  """Returns the collections, with the structure `after` a forward pass if it is a new structure."""
   is_changed = after.with_no_outer_index() != before
   return {**collections, _STRUCTURE: after} if is_changed else collections
 
@@ -91,7 +94,7 @@ def with_structure(
 def write(params: _types.Params, collections: Collections, *roots: Any) -> None:
   """Writes arrays from :func:`split` into the roots, and the structure if the collections have it.
 
-  ``nnx.jit`` also writes a structure that the forward pass has changed.
+  A structure that the forward pass has changed is written, too, as ``nnx.jit`` does.
   """
   if _STRUCTURE not in collections:
     nnx.update(roots, *_states(params, collections))
@@ -118,7 +121,7 @@ def _as_dict(tree: _types.Tree) -> _types.Tree:
 
 
 def advance(roots: Roots, by: jax.Array) -> None:
-  """Adds `by` to the counts of all rng streams, so that they draw other masks."""
+  """Adds `by` to the counts of all rng streams in place, so that they draw other numbers."""
   counts = nnx.state(roots, nnx.RngCount)
   nnx.update(roots, jax.tree.map(lambda count: count + by.astype(count.dtype), counts))
 
@@ -137,7 +140,7 @@ def modules(model: nnx.Module, kind: type[nnx.Module] = nnx.Module) -> dict[str,
 
 
 def check(model: _types.Unchecked, *, tree: bool = False) -> None:
-  """Refuses all but NNX modules; with `tree`, allows trees of modules and variables."""
+  """Raises TypeError unless `model` is an NNX module or, with `tree`, a tree of NNX nodes."""
   nodes = jax.tree.leaves(model, is_leaf=_is_nnx) if tree else []
   if not (isinstance(model, nnx.Module) or any(map(_is_nnx, nodes))):
     raise TypeError(

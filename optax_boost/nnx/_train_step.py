@@ -19,7 +19,7 @@ from optax_boost.nnx import _batch, _loss, _model
 
 # The source of a loss's random numbers.
 Rng: TypeAlias = jax.Array | nnx.Rngs | nnx.RngStream
-# The rngs of a call: none, or one `nnx.Rngs` or one of its streams.
+# The rngs of a call: an empty tuple, or a tuple with an `nnx.Rngs` or one of its streams.
 _Rngs: TypeAlias = tuple[nnx.Rngs | nnx.RngStream, ...]
 # The sharding of each array of the state.
 _Placement: TypeAlias = tuple[jax.sharding.NamedSharding | None, ...]
@@ -32,10 +32,10 @@ _STEP_CONTEXT = "optax_boost.step"
 
 @dataclasses.dataclass
 class _Training:
-  """What a step remembers from call to call about the training with one optimizer.
+  """The data that a step keeps between its calls with one optimizer.
 
   Attributes:
-    tx: the optimizer's transformation, which was checked.
+    tx: the optimizer's transformation when the step checked it last.
     placement: the shardings of the training's arrays.
     depths: reads how many groups the next step freezes.
     outputs: the arrays that the last call returned, in the order of Flax's flattening.
@@ -63,7 +63,7 @@ class TrainStep:
     batch: _types.Batch,
     rng: Rng | None = None,
   ) -> _types.Metrics:
-    """Makes one step in place; :func:`make_train_step` describes the arguments."""
+    """Updates model and optimizer in place; returns the metrics. See :func:`make_train_step`."""
     rngs, settings, steps = self._prepare(model, optimizer, batch, rng)
     training = self._trainings[optimizer]
     try:
@@ -117,7 +117,8 @@ class TrainStep:
   ) -> concurrent.futures.Future[None]:
     """Compiles the step in the background for batches of other shapes, while training goes on.
 
-    As :meth:`optax_boost.TrainStep.compile_ahead`; changes nothing of model, optimizer and `rng`.
+    Returns a future, as :meth:`optax_boost.TrainStep.compile_ahead` does. The model, the optimizer
+    and `rng` are not changed.
     """
     programs = [self.lower(model, optimizer, batch, rng) for batch in batches]
     return _train_step.compile_programs(programs)
@@ -149,7 +150,7 @@ class TrainStep:
     """
     rngs, key = _split_rng(rng)
     is_new = not isinstance(optimizer, nnx.Optimizer) or optimizer not in self._trainings
-    # Not `is not`: Flax 0.11 rebuilds the tuple `tx` in each call.
+    # Compares values, since Flax 0.11 makes a new tuple `tx` in each call.
     if is_new or self._trainings[optimizer].tx != optimizer.tx:
       state = self._checked_state(model, optimizer, rng)[1]
       if not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(state)):
@@ -177,7 +178,7 @@ class TrainStep:
     with nnx.merge_context(_STEP_CONTEXT, inner=True) as context:
       model, optimizer, rngs = context.unflatten(graphdef, arrays)
     computation, state = self._split(model, optimizer, rngs, key)
-    # The structure of the model has changed since its first call, so the shardings don't fit.
+    # If the structure of the model has changed since its first call, the shardings don't fit.
     if len(placement) != len(jax.tree.leaves(state)):
       placement = ()
     if key is not None:
@@ -194,7 +195,10 @@ class TrainStep:
   def _split(
     self, model: _model.Model, optimizer: nnx.Optimizer, rngs: _Rngs, key: jax.Array | None
   ) -> tuple[_train_step.StepComputation, _train_step.TrainState]:
-    """Returns the computation for this model and optimizer, and their state."""
+    """Returns the step as a computation on arrays, and the train state that it steps.
+
+    The train state holds the arrays of `model`, `rngs` and `optimizer`.
+    """
     graphdef, params, model_state = _model.split(optimizer.wrt, model, *rngs)
     loss_fn = _loss.pure_loss(
       self._computation.loss_fn, graphdef, optimizer.wrt, has_key=key is not None
@@ -207,7 +211,7 @@ class TrainStep:
   def _checked_state(
     self, model: _model.Model, optimizer: nnx.Optimizer, rng: Rng | None
   ) -> tuple[_train_step.StepComputation, _train_step.TrainState, jax.Array | None]:
-    """Checks the arguments of a call; returns the computation, the state and the key for them."""
+    """Checks the arguments of a call; returns the computation, the train state and the key."""
     rngs, key = _split_rng(rng)
     _model.check(model, tree=True)
     words = "what `nnx.Optimizer(model, tx, wrt=nnx.Param)` returns"
@@ -223,11 +227,10 @@ class TrainStep:
 
 
 def _copy_shared(arrays: list[Any], outputs: Sequence[weakref.ref[jax.Array]]) -> list[Any]:
-  """Copies the arrays that a step may not donate, since something else may hold them.
+  """Returns the arrays of a step, with copies of those that the step may not donate.
 
-  A step may donate an output of its last call if only a variable refers to it: no clone of the
-  model, no other model and no variable of the user. Empties `arrays`, since a list that holds an
-  array counts as a reference.
+  A step may donate an array that its last call returned if only one NNX variable refers to it, and
+  no clone, other model or user. Empties `arrays`, since this list would count as a reference.
   """
   leaves, structure = jax.tree.flatten(arrays)
   arrays.clear()
@@ -240,14 +243,15 @@ def _copy_shared(arrays: list[Any], outputs: Sequence[weakref.ref[jax.Array]]) -
       continue
     if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer):
       continue
-    # Copying an array that spans processes takes all of them, and perhaps only one holds it.
+    # All processes must take part in copying an array that spans processes, but perhaps only one of
+    # them found a second reference. So such an output is not copied.
     if not is_output or leaf.is_fully_addressable:
       leaves[i] = jnp.array(leaf)
   return jax.tree.unflatten(structure, leaves)
 
 
 def _count_references(values: list[Any]) -> list[int]:
-  """Returns the number of references to each value, the list's among them."""
+  """Returns the number of references to each value, including the one in the list `values`."""
   return [sys.getrefcount(value) for value in values]
 
 
@@ -257,7 +261,7 @@ def _write_state(state: _train_step.TrainState, optimizer: nnx.Optimizer) -> Non
 
 
 def _split_rng(rng: Any) -> tuple[_Rngs, jax.Array | None]:
-  """Returns the rngs of a call and its key, of which at most one is there."""
+  """Splits the argument `rng` of a call into a tuple of rngs and a key; () and None if absent."""
   if isinstance(rng, _model.RNG_TYPES):
     return (rng,), None
   if not (rng is None or hasattr(rng, "dtype")):
@@ -269,9 +273,9 @@ def _split_rng(rng: Any) -> tuple[_Rngs, jax.Array | None]:
 
 
 def _with_keywords_of(core: Callable[..., Any], *without: str) -> Callable[[_Function], _Function]:
-  """Replaces ``**options`` in a function's signature by the keywords of `core`, but for `without`.
+  """Returns a decorator that shows the keywords of `core` in place of a function's ``**options``.
 
-  Hides the function's ``*args``, which it takes only to refuse them.
+  The signature lacks the keywords in `without`, and ``*args``, which the function always refuses.
   """
 
   def decorate(function: _Function) -> _Function:
@@ -314,11 +318,11 @@ def make_train_step(loss_fn: _types.LossFn, *_optimizers: Any, **options: Any) -
 
   Returns:
     The step, called as ``metrics = step(model, optimizer, batch)`` or ``metrics = step(model,
-    optimizer, batch, rng)``, which updates model and optimizer in place. It donates their old
-    arrays if its last call made them and nothing else holds them; it copies those that a clone,
-    another model or a variable of yours holds. `rng` is a key, into which the step folds its number
-    (``optimizer.step``); or ``nnx.Rngs`` or one of its streams, whose counts the step moves by the
-    draws of one forward pass.
+    optimizer, batch, rng)``, which updates model and optimizer in place. The step donates
+    the old arrays of both if its last call made them and nothing else holds them; it copies arrays
+    that a clone, another model or a variable of yours holds. `rng` is a key, into which the step
+    folds its number (``optimizer.step``); or ``nnx.Rngs`` or one of its streams, whose counts the
+    step moves by the draws of one forward pass.
     ``step.refresh(model, optimizer, batches)``, ``step.lower(model, optimizer, batch)`` and
     ``step.compile_ahead(model, optimizer, batches)`` do what they do in
     :class:`optax_boost.TrainStep`. One step can train any number of models, in turns or in several
@@ -326,7 +330,8 @@ def make_train_step(loss_fn: _types.LossFn, *_optimizers: Any, **options: Any) -
     and optimizer may change between steps.
 
   Raises:
-    TypeError: an argument is of the wrong kind. When traced: the loss returns something else.
+    TypeError: an argument is of the wrong kind. When traced: the loss returns neither a
+      scalar nor ``(loss, aux)``.
     ValueError: when called: the optimizer was made for another model, or its filter selects no
       variable of this model. When traced: the loss creates, removes or reshapes trained variables,
       or changes an NNX object of the batch.
@@ -365,7 +370,7 @@ def make_train_step(loss_fn: _types.LossFn, *_optimizers: Any, **options: Any) -
     )
   if callable(weight := options.get("weight")):
     options["weight"] = _batch.on_user_batch(weight)
-  # Each call replaces this transformation by its optimizer's.
+  # Each call replaces `optax.identity()` by the transformation of its optimizer.
   step = _train_step.make_train_step(loss_fn, optax.identity(), **options)
   computation = dataclasses.replace(step.computation, has_model_state=True)
   return TrainStep(computation, options.get("donate", True))
