@@ -146,7 +146,7 @@ def held_states(update: Update, state: optax.OptState) -> Sequence[optax.OptStat
 
 
 def replace_held_updates(update: Any, replace: Callable[[int, Update], Update]) -> Update:
-  """Returns an ``update`` with the i-th held one replaced by ``replace(i, held_update)``."""
+  """Returns an ``update`` with the i-th of its held updates replaced by ``replace(i, held)``."""
   indices = itertools.count()
 
   def replaced(value: Any) -> Any:
@@ -210,7 +210,7 @@ def around_innermost(
     [optax.GradientTransformationExtraArgs], optax.GradientTransformationExtraArgs
   ],
 ) -> optax.GradientTransformationExtraArgs:
-  """Returns `tx` with each innermost transformation in its wrappers mapped by `function`."""
+  """Returns the wrappers of `tx` around ``function(inner)``; `inner` is what is not a wrapper."""
   form = _form.form_of(tx.update)
   if form is None or not form.holds_an_optimizer or form.rebuild is None:
     return function(tx)

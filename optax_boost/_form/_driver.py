@@ -145,7 +145,7 @@ class Call(NamedTuple):
     return None if self.stored_params is None else self.plan.access.read(self.stored_params)
 
   def passes(self, check: Callable[[], _types.BoolScalar]) -> _types.BoolScalar:
-    """Returns the result of ``check()``, or, without a call of it, True if the step is not made."""
+    """Returns ``check()`` if the step is made, else True, without calling `check`."""
     if self.makes_step is True:
       return check()
     _, passed = self.plan.compute_if(self.makes_step, lambda _: (check(),), jnp.asarray(True))

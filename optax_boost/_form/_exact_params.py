@@ -42,7 +42,7 @@ def _exact_if_reached(
   update: jax.Array,
   exact: jax.Array | optax.MaskedNode,
 ) -> jax.Array:
-  """Returns the entries of `exact` where `update` is their difference to `old`, else of `new`."""
+  """Returns `exact` in entries where `update` equals ``exact - old``, and `new` in the others."""
   if _masks.is_masked(exact) or jnp.shape(exact) != jnp.shape(new):
     return new
   exact = _placement.in_device_memory(exact).astype(new.dtype)

@@ -202,6 +202,6 @@ def hidden_leaves(params: optax.Params) -> dict[str, optax.MaskedNode]:
 
 
 def seen_leaves(state: optax.OptState, tree: _types.Tree) -> list[bool]:
-  """Returns for each leaf whether the state's method sees it: ``optax.masked`` does not hide it."""
+  """Returns for each leaf whether a state's method sees the leaf: no ``optax.masked`` hides it."""
   hidden = [f"{path}/" for path in getattr(state, "hidden", ())]
   return [not f"{path}/".startswith(tuple(hidden)) for path in _paths.leaf_paths(tree)]

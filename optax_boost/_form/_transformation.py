@@ -62,7 +62,7 @@ def wrapper(
   holder: _driver.Wrapper,
   **form_options: Any,
 ) -> optax.GradientTransformationExtraArgs:
-  """Makes a wrapper of ``holder.inner``; the methods of `holder` decide about the steps of it.
+  """Makes a wrapper of ``holder.inner``, about whose steps the methods of `holder` decide.
 
   `form_options` are further attributes of the wrapper's Form. Raises TypeError if the class of the
   state does not declare ``outcome=("made",)``.

@@ -19,14 +19,14 @@ _TOGETHER = 16
 
 
 def increment_if(flag: jax.Array, count: jax.Array) -> jax.Array:
-  """Returns `count` plus one if `flag`, else `count`; the largest number of its dtype stays."""
+  """Returns `count` plus one if `flag`, else `count`; the largest int of its dtype is the limit."""
   return jnp.where(flag, optax.safe_increment(count), count)
 
 
 def copy_arrays(
   tree: _types.SameTree, dtype_of: Callable[[jnp.dtype], jnp.dtype] = lambda dtype: dtype
 ) -> _types.SameTree:
-  """Copies the leaves into new buffers, so that params and a state with the copy can be donated.
+  """Copies the leaves of a tree into new buffers, which can be donated together with the tree.
 
   `dtype_of` maps the dtype of a leaf to the dtype of the copy. Abstract leaves stay abstract.
   """

@@ -118,7 +118,7 @@ def update_if(
 
 
 def nan_if(condition: _types.Condition | None, tree: _types.SameTree) -> _types.SameTree:
-  """Returns a tree whose floating-point leaves are NaN if `condition`; None returns the tree."""
+  """Returns a tree with NaN in floating-point leaves if `condition`; without condition, `tree`."""
   if condition is None:
     return tree
 

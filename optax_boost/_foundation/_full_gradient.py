@@ -187,7 +187,7 @@ def _add(
   rng: jax.Array | None,
   index: jax.typing.ArrayLike,
 ) -> _Sums:
-  """Returns the sums of weighted gradients and of weights, with those of a batch added."""
+  """Adds a batch to the sums of weighted gradients and of weights; returns the new sums."""
   total, weights = carry
   weight = jnp.asarray(weight, weights.dtype)
   # A negative weight becomes NaN, and makes the full gradient NaN, which `refresh_svrg` skips and

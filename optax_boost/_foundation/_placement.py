@@ -56,6 +56,6 @@ def put(x: jax.typing.ArrayLike, sharding: jax.sharding.Sharding) -> jax.Array:
 
 
 def in_device_memory(x: jax.Array) -> jax.Array:
-  """Returns an array in device memory, moved from host memory if a state is kept on the host."""
+  """Returns an array in device memory; moves an array of a state that is kept on the host."""
   on_host = getattr(jax.typeof(x), "memory_space", None) == jax.memory.Space.Host
   return jax.device_put(x, jax.memory.Space.Device) if on_host else x

@@ -23,7 +23,7 @@ def select(
   selector: _types.LeafSelector,
   argument: str,
 ) -> list[bool]:
-  """Returns for each leaf, in the order of ``jax.tree.leaves``, whether the selector selects it."""
+  """Returns for each leaf, in the order of ``jax.tree.leaves``, whether it is selected."""
   paths = _paths.leaf_paths(tree)
   if selector is None:
     return [False] * len(paths)

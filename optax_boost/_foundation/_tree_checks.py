@@ -31,7 +31,7 @@ def require_one_run(count: jax.Array, function: str, advice: str = _TAKE_OR_MAP)
 
 
 def differentiated_params(params: _types.Params) -> _types.Params:
-  """Returns the params that the loss is differentiated by: in ``optax.lookahead``, the fast."""
+  """Returns the params by which the loss is differentiated, such as lookahead's fast params."""
   return params.fast if isinstance(params, optax.LookaheadParams) else params
 
 

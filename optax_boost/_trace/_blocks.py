@@ -154,7 +154,7 @@ def _ask_for_blocks(model: _traced_leaves.Model) -> str:
 
 
 def _place(model: _traced_leaves.Model, towers: Sequence[_series.Series], origin: str) -> Blocks:
-  """Returns the blocks of series side by side, numbered so that all series end with one number.
+  """Returns the blocks of series side by side; the last blocks of all series have one number.
 
   :func:`_place_beside` numbers the blocks of the leaves that are in no series.
   """
@@ -182,7 +182,7 @@ def _place_beside(
   leaf: int,
   after_all: int,
 ) -> int:
-  """Returns the place of a leaf that is in no series: -1 before all blocks, or up to `after_all`.
+  """Returns the place of a leaf that is in no series: -1 (before all blocks) to `after_all`.
 
   A leaf that all steps of a scan use has the place of the first step. Another leaf is after all
   blocks if no block gets data from the leaf. Else it has the place of the last block from which the
@@ -263,7 +263,7 @@ def _are_chained(model: _traced_leaves.Model, layers: list[_traced_leaves.Part])
 def _join_modules(
   model: _traced_leaves.Model, layers: list[_traced_leaves.Part]
 ) -> list[_traced_leaves.Part]:
-  """Returns layers in which those of an innermost module are one, such as an adapter's factors."""
+  """Joins the layers of each innermost module, such as an adapter's factors; returns the layers."""
   joined: dict[str, _traced_leaves.Part] = {}
   for number, layer in enumerate(layers):
     modules = {model.leaves[leaf].path.rpartition("/")[0] for leaf in layer.leaves}
@@ -277,7 +277,7 @@ def _join_modules(
 def _join_parallel(
   model: _traced_leaves.Model, layers: list[_traced_leaves.Part]
 ) -> list[_traced_leaves.Part]:
-  """Returns layers in which those side by side are one, so that each follows all before it."""
+  """Joins layers side by side; in the returned list, each layer follows all layers before it."""
   follows = [{k for k, a in enumerate(layers) if model.follows(b.leaves, a.leaves)} for b in layers]
   joined: list[_traced_leaves.Part] = []
   for number, layer in enumerate(layers):

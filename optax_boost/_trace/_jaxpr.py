@@ -139,7 +139,7 @@ class Evaluator(Interpreter[_Value]):
     return value
 
   def visit(self, equation: _types.Equation, inputs: list[_Value]) -> Sequence[_Value]:
-    """Computes an equation's results; enters plain calls, and checkpoints what was checkpointed."""
+    """Computes the results of an equation; enters plain calls, and keeps ``jax.checkpoint``."""
     program = _called_program(equation) if equation.primitive.name in _PLAIN_CALLS else None
     if program is None:
       return self.operation(equation, inputs)

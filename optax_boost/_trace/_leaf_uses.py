@@ -505,7 +505,7 @@ class LeafUses(_jaxpr.Interpreter[Value]):
 
 
 def scanned_axes(program: _types.Jaxpr, leaves: range) -> dict[int, int]:
-  """Returns, for the arguments that a scan over layers slices, the axis that it slices.
+  """Returns, for each leaf that a scan over layers slices, the axis along which it is sliced.
 
   `leaves` are the positions of the arguments that are leaves. A key of the result is a leaf's
   number, counted from the first position. No argument counts as data.

@@ -10,7 +10,7 @@ from optax_boost._foundation import _types
 def split_output(
   output: Any, has_aux: bool, has_model_state: bool
 ) -> tuple[_types.FloatScalar, tuple[_types.ModelState, Any]]:
-  """Returns the output of a loss as ``loss, (model_state, aux)``, with None for a missing one.
+  """Returns a loss's output as ``loss, (model_state, aux)``; a missing state or aux is None.
 
   Raises TypeError if the output does not have the form that `has_aux` and `has_model_state` say.
   """

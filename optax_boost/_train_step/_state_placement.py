@@ -114,7 +114,7 @@ def commit_like(state: _train_state.TrainState, arguments: _types.Tree) -> _trai
 
 
 def _put_in_memory(leaf: jax.Array, sharding: jax.sharding.Sharding) -> jax.Array:
-  """Returns a leaf on other devices, in its kind of memory: a state may be kept on the host."""
+  """Puts a leaf on devices, in its old kind of memory, since a state may be kept on the host."""
   memory_kind = getattr(_sharding(leaf), "memory_kind", None)
   if memory_kind:
     sharding = sharding.with_memory_kind(memory_kind)
@@ -148,7 +148,7 @@ def _constraint(sharding: jax.sharding.NamedSharding) -> jax.sharding.NamedShard
   The shardings that a program returns have no None at the end of the ``PartitionSpec``.
   """
   mesh, spec = sharding.mesh, list(sharding.spec)
-  # XLA does not change the sharding if the mesh has Explicit axes or the array is in host memory,
+  # The compiler keeps the sharding if the mesh has Explicit axes or the array is in host memory,
   # since these are part of the array's type.
   free = isinstance(mesh, jax.sharding.Mesh) and _placement.has_auto_axes_only(mesh)
   if not free or sharding.memory_kind != mesh.devices.flat[0].default_memory().kind:

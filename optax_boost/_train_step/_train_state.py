@@ -33,7 +33,7 @@ def check_train_state(state: _types.Unchecked) -> None:
 
 
 def drop_weak_type(leaf: jax.typing.ArrayLike) -> jax.Array:
-  """Returns an array without weak type, with which the next step would be compiled again."""
+  """Returns a strongly typed array, since a weak type would make the next step compile again."""
   # A typed PRNG key has no attribute `weak_type`.
   if isinstance(leaf, jax.Array) and not getattr(leaf, "weak_type", False):
     return leaf
