@@ -54,7 +54,7 @@ def draw(result: Any, quantities: Sequence[str], against: Mapping[str, str]) -> 
 
 
 def _ends(result: Any, compared: Sequence[str], budget: str) -> dict[float, str]:
-  """Returns the totals at which methods are compared with the baseline, and whose curve ends there.
+  """Returns the totals at which methods are compared, and for each the curve that ends there.
 
   A method is compared with the baseline where the first of their two curves ends.
   """

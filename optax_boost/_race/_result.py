@@ -32,11 +32,11 @@ BUDGETS = {
   "seconds": "seconds on one seed",
 }
 _SHORT_NAMES = {"steps": "steps", "gradient_evaluations": "gradient evaluations", "seconds": "time"}
-# Parts of names that tell whether less or more is better. For other quantities, the conclusion says
-# "higher" or "lower".
+# Less (or more) of a quantity is better if its name contains one of these words. The conclusion
+# calls other quantities "higher" or "lower".
 _LOWER_IS_BETTER = ("loss", "error", "perplexity")
 _HIGHER_IS_BETTER = ("accuracy",)
-# Budgets are sums of rounded numbers: the relative error up to which two of them are equal.
+# Two budgets, which are sums of rounded numbers, count as equal up to this relative error.
 _ROUNDING = 1e-9
 # The accepted probability of claiming a difference that is not real.
 _LEVEL = 0.05

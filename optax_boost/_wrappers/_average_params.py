@@ -252,7 +252,7 @@ class _AverageParams:
   def before(
     self, call: _driver.Call, state: AverageParamsState
   ) -> tuple[_driver.Call, AverageParamsState, dict[str, jax.Array]]:
-    """Also returns the statistics after the forward pass, by path, for :meth:`after`."""
+    """Returns the inner call, the state, and the statistics after the forward pass by path."""
     if not self.statistics:
       return call, state, {}
     model_state = call.gradients()[1].get(_MODEL_STATE)

@@ -10,7 +10,7 @@ from optax_boost._form import _protocol, _skipped_steps, _transformation
 from optax_boost._foundation import _arrays, _checks, _conditionals, _types
 
 _METHOD = "switch_after"
-# For each request that a state can make of the loss, the wrapper whose state makes it.
+# For each request that a state can make of the loss, the wrapper whose state makes the request.
 _WRAPPERS = {
   _protocol.LOSS_SCALE: "dynamic_loss_scale",
   _protocol.FROZEN_GROUPS: "freeze_layers",

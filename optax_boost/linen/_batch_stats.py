@@ -134,7 +134,8 @@ class _BatchSummary:
       context: nn.module.InterceptorContext,
     ) -> Any:
       norm: Any = context.module
-      # Compares methods, since the `__call__` of a user's subclass may call BatchNorm's.
+      # Compares the called method, not the class: the `__call__` of a user's subclass of BatchNorm
+      # may call `BatchNorm.__call__`.
       original = getattr(context.orig_method, "func", None)
       # A BatchNorm that `less_bn` removed is still called, but has no statistics.
       if original is _CALL_OF_NORM and norm.has_variable(_COLLECTION, "mean"):

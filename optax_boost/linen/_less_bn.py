@@ -77,7 +77,8 @@ class LessBN(nn.Module):
 
     with nn.intercept_methods(intercept):
       output = getattr(self._bound, method)(*args, **kwargs)
-    # A call may skip a branch, such as an auxiliary head in evaluation; `init` must reach all.
+    # A call may skip a branch, such as an auxiliary head in evaluation, but `init` must
+    # reach all BatchNorms.
     if self.is_initializing() and (missed := {*self.plan.removed} - reached):
       raise ValueError(
         f"`less_bn` planned to remove '{min(missed)}', which this call doesn't reach. Call `init`"

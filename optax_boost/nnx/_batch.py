@@ -96,7 +96,7 @@ class _ClosedBatches:
     return map(close, self._batches)
 
   def __len__(self) -> int:
-    # Raises TypeError if the batches have no length; a progress bar expects that.
+    # Raises TypeError if the batches have no length; a progress bar expects this error.
     return len(self._batches)  # type: ignore[arg-type]
 
 

@@ -83,7 +83,7 @@ def estimate_batch_stats(
     norm.is_chosen, norm.is_named = path in selection.paths, selection.named
     for name in _batch_stats.SUMS:
       setattr(norm, name, nnx.BatchStat(jnp.zeros_like(norm.mean[...])))
-  # Calls with the same function and structure share a compiled program.
+  # As a `Partial`, calls with the same function and model structure share a compiled program.
   forward = jax.tree_util.Partial(forward_fn or operator.call)
   summarize_batch = jax.tree_util.Partial(_summarize_batch, forward, *nnx.split(working))
   statistics = {path: {"mean": n.mean[...], "var": n.var[...]} for path, n in norms.items()}

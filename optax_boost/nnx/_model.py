@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from optax_boost._foundation import _checks, _types
 
-# Flax before 0.12.7 calls it `pure`; later versions warn of that name.
+# Flax before 0.12.7 has `nnx.as_pure` as `nnx.pure`, a name of which later versions warn.
 as_pure = nnx.as_pure if hasattr(nnx, "as_pure") else nnx.pure
 
 # Generators of random numbers, which a step or a loss may take besides its model.
