@@ -1,6 +1,6 @@
 """Estimates the statistics of BatchNorms in one pass over batches.
 
-s_b   a BatchNorm's mean or variance in batch b, the mean over its uses in the forward pass
+s_b   a BatchNorm's mean or variance in batch b, averaged over its uses in the forward pass
 n_b   the batch's number of examples
 
 s = sum_b n_b s_b / sum_b n_b
@@ -19,10 +19,10 @@ from optax_boost._foundation import _checks, _full_gradient, _paths, _patterns, 
 _METHOD = "estimate_batch_stats"
 _PATTERNS = "a regular expression, a sequence of them, at least one, or None"
 
-# A BatchNorm's mean and variance, by these names.
+# The mean and the variance of a BatchNorm, by the names in `STATISTICS`.
 Statistics: TypeAlias = Mapping[str, jax.Array]
 STATISTICS = ("mean", "var")
-# The arguments of `summarize_uses`: two means over a BatchNorm's uses, and the numbers of uses.
+# The names of the arguments of `summarize_uses` in a BatchNorm's state.
 SUMS = ("batch_mean", "batch_var", "uses", "frozen_uses")
 
 
@@ -31,8 +31,8 @@ class Selection(NamedTuple):
 
   Attributes:
     paths: the paths of the BatchNorms.
-    named: whether the user named them by `only`. Then they are estimated even if the forward pass
-      would not update them.
+    named: whether the user named these BatchNorms by `only`. Then their statistics are estimated
+      even if the forward pass would not update them.
   """
 
   paths: frozenset[str]
@@ -42,7 +42,7 @@ class Selection(NamedTuple):
 def select(
   paths: Sequence[str], only: str | Sequence[str] | None, exclude: str | Sequence[str] | None
 ) -> Selection:
-  """Selects the BatchNorms that `only` matches, or all, without those that `exclude` matches."""
+  """Returns the BatchNorms whose path `only` matches (None: all), except those of `exclude`."""
   chosen = set(paths) if only is None else _matching("only", only, paths)
   if exclude is not None:
     chosen -= _matching("exclude", exclude, paths)
@@ -57,16 +57,17 @@ def _matching(argument: str, value: _types.Unchecked, paths: Sequence[str]) -> s
 
 
 def add_use(mean: jax.Array, new: jax.Array, uses: jax.Array) -> jax.Array:
-  """Adds the value `new` of a statistic to its mean over `uses` values."""
+  """Returns the mean of `uses` values, whose mean is `mean`, and the value `new`."""
   return jnp.where(uses > 0, mean + (new - mean) / (uses + 1), new)
 
 
 def summarize_uses(
   mean: jax.Array, var: jax.Array, uses: jax.Array, frozen_uses: jax.Array
 ) -> Statistics:
-  """A BatchNorm's statistics in a batch: the means over its uses, and flags as numbers.
+  """Returns the mean and variance of a BatchNorm in a batch, and two flags as numbers, 0 or 1.
 
-  `missed`: there was no use in training mode. `frozen`: a use read the running statistics.
+  `missed` is 1 if the forward pass did not use the BatchNorm in training mode, `frozen` if a use
+  normalized by the running statistics.
   """
   missed, frozen = (uses == 0).astype(mean.dtype), (frozen_uses > 0).astype(mean.dtype)
   return {"mean": mean, "var": var, "missed": missed, "frozen": frozen}
@@ -79,9 +80,10 @@ def estimate(
   batches: Iterable[_types.Tree],
   weight_fn: _types.WeightFn | None,
 ) -> dict[str, Statistics]:
-  """The new statistics of the BatchNorms, by path; leaves out those whose statistics stay.
+  """Returns the new statistics of the selected BatchNorms, by path.
 
-  ``summarize_batch(chosen, batch)`` returns :func:`summarize_uses` for each chosen BatchNorm.
+  ``summarize_batch(chosen, batch)`` returns the result of :func:`summarize_uses` for each selected
+  BatchNorm. A BatchNorm that no batch used in training mode is missing in the result.
   """
   if not selection.paths:
     _warnings.warn(f"`{_METHOD}` found no BatchNorm to estimate.", _warnings.NoEffectWarning)
@@ -129,7 +131,7 @@ def estimate(
 
 @jax.jit
 def _finite_leaves(batch: _types.Tree) -> dict[str, jax.Array]:
-  """For each floating-point leaf of a batch, by path, whether it is finite."""
+  """Returns for each floating-point leaf of a batch, by path, whether all entries are finite."""
   leaves = zip(_paths.leaf_paths(batch), jax.tree.leaves(batch), strict=True)
   return {
     path: jnp.all(_finiteness.finite_entries(leaf))
@@ -139,7 +141,10 @@ def _finite_leaves(batch: _types.Tree) -> dict[str, jax.Array]:
 
 
 def _refuse_bad_batch(finite: Sequence[dict[str, jax.Array]]) -> None:
-  """Raises ValueError for the first batch that is not finite, if any: params may be the cause."""
+  """Raises ValueError for the first batch with an entry that is not finite, if there is one.
+
+  If all batches are finite, returns None: the params may be the cause of bad statistics.
+  """
   for index, leaves in enumerate(finite):
     for path, is_finite in leaves.items():
       if not is_finite:

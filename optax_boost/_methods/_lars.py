@@ -43,19 +43,21 @@ def _trust_ratio(
   eps: jax.typing.ArrayLike,
   rate: jax.typing.ArrayLike | None,
 ) -> jax.Array:
-  """The trust ratio from squared norms: 1 if a norm is zero, NaN if one is not finite.
+  """Returns the trust ratio of a layer, from the squared norms `w2` and `g2`.
 
-  With a rate it becomes min(ratio / rate, 1).
+  The ratio is 1 if a norm is zero, and NaN if a norm is not finite. If `rate` is a number, returns
+  min(ratio / rate, 1).
   """
   w, g = _root(w2), _root(g2)
   finite = jnp.isfinite(w + g)
   usable = finite & (jnp.minimum(w, g) > 0)
   numerator = jnp.where(usable, eta * w, jnp.where(finite, 1.0, jnp.nan))
-  # XLA 3: the division comes last, as a cheaper operation would be repeated in each leaf's loop.
+  # XLA 3: the division comes last, since XLA doesn't repeat a division in the loop of each leaf. It
+  # would repeat a cheaper last operation, with all that it depends on.
   ratio = numerator / jnp.where(usable, g + wd * w + eps, 1.0)
   if rate is None:
     return ratio
-  # Layers whose norm is zero keep ratio 1, as in apex, whatever the rate.
+  # A layer with a zero norm keeps ratio 1 for any rate, as in apex.
   clipped = (w2 != 0) & (g2 != 0) & ~(ratio >= rate)
   return jnp.where(clipped, ratio, 1.0) / jnp.where(clipped, rate, 1.0)
 
@@ -68,9 +70,9 @@ def _direction(
   clip: jax.typing.ArrayLike | None,
   wd: jax.typing.ArrayLike,
 ) -> jax.Array:
-  """The direction ratio (clip(g) + wd w), in at least float32; 0 if the ratio is NaN.
+  """Returns the direction ratio (clip(g) + wd w), in at least float32, or 0 if the ratio is NaN.
 
-  Without a ratio, entries that are not finite become 0.
+  If `ratio` is None, it counts as 1, and entries that are not finite become 0.
   """
   d = _arrays.widen(g)
   if clip is not None:
@@ -87,13 +89,14 @@ class ScaleByLarsTrustRatioState(NamedTuple):
 
   Attributes:
     trust_ratio: float32 vector (float64 for float64 leaves), the last step's ratio of each leaf, in
-      the order of the params' leaves. A leaf that holds many layers has the mean of their ratios.
+      the order of the params' leaves; for a leaf that stacks layers, the mean of their ratios.
     notfinite_count: scalar int32, the steps in which a layer was not updated because the norm of
       its gradient or of its weights was not finite. Leaves that keep ratio 1 are not counted.
     count: scalar int32, the number of steps made, if `clip_ratio` is a schedule; otherwise None.
   """
 
-  # XLA 23: one array for all leaves, as each array of a state costs a step some microseconds.
+  # XLA 23: one array holds the ratios of all leaves, since each array of a state adds some
+  # microseconds to every step.
   trust_ratio: jax.Array
   notfinite_count: _types.IntScalar
   count: _types.IntScalar | None = None  # type: ignore[assignment]  # tuples have a method of this name
@@ -131,12 +134,12 @@ def scale_by_lars_trust_ratio(
       the ratio :math:`r` becomes :math:`\min(r / \alpha, 1)`. None: the ratio is not clipped.
     exclude: the leaves that keep ratio 1, selected as in :func:`centralize`. ``"auto"``: leaves
       named bias, scale, beta or gamma, and layers with at most one axis.
-    weight_decay_mask: the leaves that are decayed, selected in the same ways. None: all, as in
-      MXNet.
-    layers: as in :func:`centralize`; each layer and expert gets its own ratio. Without it, a leaf
-      that holds many has one ratio.
-    axis_name: as in :func:`centralize`: the mesh axes over which norms are summed. Where an axis
-      shards the stacked layers of a leaf, leave it out for this leaf.
+    weight_decay_mask: the leaves that are decayed, selected in the same ways as in `exclude`. None:
+      all leaves, as in MXNet.
+    layers: as in :func:`centralize`; each layer and expert gets its own ratio. Without `layers`, a
+      leaf that stacks several layers has one ratio.
+    axis_name: as in :func:`centralize`: the mesh axes over which norms are summed. If a mesh axis
+      shards the stacked layers of a leaf, leave the axis out for this leaf.
 
   Returns:
     An :class:`optax.GradientTransformationExtraArgs` that needs `params`. Updates have the
@@ -181,17 +184,17 @@ def lars(
   .. math::
     m \leftarrow \mu m - \alpha d, \qquad w \leftarrow w + m
 
-  for the direction :math:`d` of :func:`scale_by_lars_trust_ratio`. For batches of thousands, where
-  one learning rate for all layers diverges before it is high enough. On small batches plain
-  momentum SGD does as well.
+  for the direction :math:`d` of :func:`scale_by_lars_trust_ratio`. Use LARS for batches of
+  thousands of examples, if one learning rate for all layers diverges before it is high enough. On
+  small batches, plain momentum SGD is as good.
 
   Args:
-    learning_rate: :math:`\alpha`, a number or a schedule. It scales what enters the momentum, so
-      a change of it does not rescale past steps.
+    learning_rate: :math:`\alpha`, a number or a schedule. It scales what enters the momentum,
+      so a change of the rate does not rescale past steps.
     weight_decay: :math:`\lambda`; raising it shrinks weights faster and lowers the ratio.
     momentum: :math:`\mu`; raising it averages over more steps. None: no momentum, no buffer.
-    trust_coefficient: :math:`\eta`. Kernels move at `learning_rate` times it, biases and
-      normalizations at `learning_rate` itself.
+    trust_coefficient: :math:`\eta`. Kernels move at `learning_rate` times `trust_coefficient`,
+      biases and normalizations at `learning_rate`.
     eps: as in :func:`scale_by_lars_trust_ratio`.
     nesterov: whether the momentum looks one step ahead.
     clip: as in :func:`scale_by_lars_trust_ratio`, a bound on each gradient entry.
@@ -266,7 +269,7 @@ def _cast(tree: _types.SameTree, like: _types.Tree) -> _types.SameTree:
 
 
 def _bias_or_norm(leaves: list[_layer_axes.Leaf]) -> list[bool]:
-  """For each leaf, whether it is a bias or a normalization by name, or has at most one axis."""
+  """Returns True for each leaf named as a bias or normalization, or with at most one axis."""
   return [_leaf_names.is_bias_or_norm(x.path) or len(x.shape_of_layer) <= 1 for x in leaves]
 
 
@@ -280,7 +283,7 @@ def _scale_by_trust_ratio(
   weight_decay_mask: _types.LeafSelector,
   widen_updates: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
-  """The transformation; with `widen_updates`, updates are in at least float32."""
+  """Returns `scale_by_lars_trust_ratio`; with `widen_updates`, updates have at least float32."""
   _checks.check_number("trust_coefficient", eta, positive=True)
   _checks.check_number("weight_decay", weight_decay, minimum=0.0)
   _checks.check_number("eps", eps, minimum=0.0)
@@ -350,7 +353,7 @@ def _mean_of_layers(ratio: jax.Array | None, dtype: _types.Dtype) -> _types.Floa
 
 
 class _Input(NamedTuple):
-  """A leaf of the params, its gradient, and whether it is decayed."""
+  """A leaf's description, weights `w` and gradient `g`, and whether weight decay applies to it."""
 
   leaf: _layer_axes.Leaf
   w: jax.Array
@@ -363,9 +366,13 @@ def _ratios(
   ratio_of: Callable[..., jax.Array],
   mesh_axes: Sequence[_types.AxisName | None],
 ) -> list[jax.Array | None]:
-  """Each leaf's trust ratios, one per layer, with norms over the leaf's mesh axes."""
+  """Returns the trust ratios of each leaf, one per layer; None for a leaf without an input.
+
+  Squared norms are summed over the leaf's mesh axes. ``ratio_of(w2, g2, decays)`` returns ratios.
+  """
   ratios: list[jax.Array | None] = [None] * len(inputs)
-  # In the order of the leaves, so that all processes compile the same program.
+  # `dict.fromkeys` keeps the order of the leaves; a set could have another order in each process,
+  # which would then compile another program.
   for axes in dict.fromkeys(mesh_axes):
     members = {i: x for i, x in enumerate(inputs) if x is not None and mesh_axes[i] == axes}
     if members:
@@ -378,7 +385,7 @@ def _ratios(
 def _ratios_along(
   mesh_axes: _types.AxisName | None, inputs: list[_Input], ratio_of: Callable[..., jax.Array]
 ) -> list[jax.Array]:
-  """The trust ratios of leaves whose squared norms are summed over the same mesh axes."""
+  """Returns the trust ratios of leaves whose squared norms are summed over the same mesh axes."""
   leaves, weights, grads, decays = map(list, zip(*inputs, strict=True))
 
   def total(squares: _types.SameTree) -> _types.SameTree:
@@ -393,10 +400,11 @@ def _ratios_along(
     groups = _arrays.group_small_leaves([leaf.stacked for leaf in leaves], weights, grads)
     sums = []
     for group in groups:
-      # XLA 5: weights and gradients in one reduction, as two would be two kernels.
+      # XLA 5: one reduction for weights and gradients, since two reductions would be two kernels.
       joined = jnp.stack([x[i] for x in (weights, grads) for i in group])
       if len(group) > 1:
-        # XLA 6: a thousand leaves that are joined into the reduction compile for minutes.
+        # XLA 6: the barrier keeps XLA from fusing the stack into the reduction, which would compile
+        # for minutes with a thousand leaves.
         joined = jax.lax.optimization_barrier(joined)
       squares = _arrays.sum_squares(joined, tuple(i + 1 for i in leaves[group[0]].axes_of_layer))
       sums.append(_placement.gather_axes(squares, range(squares.ndim)).reshape(2, -1))
@@ -408,8 +416,9 @@ def _ratios_along(
     ratios = dict(zip(places, split, strict=True))
     return [ratios[i].reshape(leaf.stacked_shape) for i, leaf in enumerate(leaves)]
 
-  # XLA 4: on CPUs, equal leaves share a compiled loop only if none reads a part of a vector.
-  # XLA 7: on GPUs, a kernel for each leaf costs more than the copies of small leaves.
+  # XLA 4: on CPUs, leaves of equal shapes share a compiled loop only if no loop reads its ratio
+  # from a vector of all ratios, so ratios are computed one by one.
+  # XLA 7: on GPUs, a kernel for each leaf takes longer than copying small leaves into one array.
   return jax.lax.platform_dependent(weights, grads, cuda=at_once, rocm=at_once, default=one_by_one)
 
 
@@ -421,7 +430,7 @@ def _sums_of_squares(pair: tuple[jax.Array, ...], axes: tuple[int, ...]) -> list
 
 @jax.custom_jvp
 def _root(square: jax.Array) -> jax.Array:
-  """The square root, whose derivative at zero is zero instead of infinite."""
+  """Returns the square root; its derivative at zero is zero instead of infinity."""
   return jnp.sqrt(square)
 
 

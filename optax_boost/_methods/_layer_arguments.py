@@ -1,8 +1,8 @@
 """The arguments `exclude`, `layers` and `axis_name` of methods that treat each layer by itself.
 
 The train step makes the extra argument `layers` of ``update`` from a trace of the loss, in
-``_train_step/_step_computation.py``. A method's step gets it if it has a keyword argument of this
-name.
+``_train_step/_step_computation.py``. A method receives `layers` if its step has a keyword argument
+of this name.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,15 +22,15 @@ from optax_boost._foundation import (
 )
 from optax_boost._trace import _layer_axes
 
-# Each leaf of a tree, and whether the method leaves it alone.
+# For each leaf of a tree: the leaf, and True if `exclude` selects it, so the method skips it.
 Plan: TypeAlias = list[tuple[_layer_axes.Leaf, bool]]
 
 
 class Leaves:
-  """Which leaves a method leaves alone, and the layers and the mesh axes of its leaves.
+  """Checks `exclude`, `layers` and `axis_name` of a method's factory, and applies them to trees.
 
-  The factory's arguments are checked here. `auto` is the rule of the method for ``exclude="auto"``:
-  it returns for each leaf whether the method leaves it alone.
+  `auto` is the method's rule for ``exclude="auto"``: for a list of leaves, ``auto(leaves)`` returns
+  a list of bools, True for each leaf that the method skips.
   """
 
   def __init__(
@@ -56,15 +56,18 @@ class Leaves:
     self._plan = _trees.once_per_tree(plan)
 
   def plan(self, tree: _types.Tree, layers: _types.Unchecked = None) -> Plan:
-    """Each leaf, and whether it is left alone; `layers` is the extra argument of ``update``."""
+    """Returns the :data:`Plan` of a tree; `layers` is the extra argument of ``update``."""
     return self._plan(tree, self.layer_axes(layers))
 
   def layer_axes(self, layers: _types.Unchecked) -> _layer_axes.LayerAxes | None:
-    """The factory's `layers`, or the extra argument of ``update`` if the factory got None."""
+    """Returns `layers` of the factory, or of ``update`` if the factory's argument is None."""
     return choose_layers(self._layers, layers)
 
   def mesh_axes(self, leaves: Sequence[_layer_axes.Leaf]) -> list[_types.AxisName | None]:
-    """The mesh axes over which each leaf is sharded; ValueError if an axis is not bound."""
+    """Returns for each leaf the mesh axes over which `axis_name` says that the leaf is sharded.
+
+    Raises ValueError if a mesh axis is not bound.
+    """
     names = self._axis_name
     if isinstance(names, Mapping):
       first = _patterns.first_match("axis_name", list(names), [leaf.path for leaf in leaves])
@@ -82,7 +85,7 @@ class Leaves:
     tree: _types.SameTree,
     layers: _types.Unchecked,
   ) -> _types.SameTree:
-    """Replaces each leaf that isn't left alone by ``function(array, leaf, mesh_axes)``."""
+    """Returns a tree with ``function(array, leaf, mesh_axes)`` for each leaf not excluded."""
     plan = self.plan(tree, layers)
     mesh_axes = self.mesh_axes([leaf for leaf, _ in plan])
 
@@ -96,7 +99,7 @@ class Leaves:
 
 
 def _check_axis_names(names: _types.AxisNames | None) -> None:
-  """Checks the argument `axis_name`."""
+  """Raises an error unless `axis_name` is None, mesh axes, or a mapping of patterns to axes."""
   if not isinstance(names, Mapping):
     _mesh_axes.check_axis_name("axis_name", names)
     return
@@ -109,7 +112,7 @@ def _check_axis_names(names: _types.AxisNames | None) -> None:
 def warn_of_unknown_axes(
   method: str, leaves: Sequence[_layer_axes.Leaf], described: _layer_axes.LayerAxes | None
 ) -> None:
-  """Warns of leaves whose axes the trace did not find, so the method goes by name and shape."""
+  """Warns of each leaf with several axes whose fan-in `described`, from a trace, does not know."""
   if described is None:
     return
   many_axes = {leaf.path for leaf in leaves if len(leaf.shape) > 1}
@@ -124,12 +127,15 @@ def warn_of_unknown_axes(
 def choose_layers(
   factory_layers: _layer_axes.LayerAxes | None, update_layers: _types.Unchecked
 ) -> _layer_axes.LayerAxes | None:
-  """`layers` of the factory, or the extra argument of ``update`` if the factory got None."""
+  """Returns `layers` of the factory, or of ``update`` if the factory's argument is None."""
   return factory_layers or check_layers(update_layers)
 
 
 def check_layers(layers: _types.Unchecked) -> _layer_axes.LayerAxes | None:
-  """Returns `layers`, which the train step defers until it is needed; TypeError for other types."""
+  """Returns `layers` as LayerAxes or None; raises TypeError if `layers` has another type.
+
+  The train step passes DeferredLayerAxes, so the loss is traced only if a method needs the axes.
+  """
   if isinstance(layers, _layer_axes.DeferredLayerAxes):
     return layers.describe()
   if layers is not None and not isinstance(layers, _layer_axes.LayerAxes):

@@ -1,4 +1,4 @@
-r"""The normalized head: a dense layer on the directions of its inputs and its kernel.
+r"""The normalized head: a dense layer whose inputs and kernel columns are scaled to length one.
 
   x        (..., n)  inputs
   W        (n, m)    kernel, one column per output
@@ -8,10 +8,11 @@ r"""The normalized head: a dense layer on the directions of its inputs and its k
 
   y = s (N(x) N(W) + b)
 
-so that, b aside, y_j = s cos(x, W_j) wherever the norms exceed sqrt(eps).
+Without b, y_j = s cos(x, W_j) if the norms of x and of the column W_j exceed sqrt(eps).
 
-Source: MindSpore Boost's ``CommonHeadLastFN``. In MindSpore small norms are clamped elsewhere in
-the backward pass than in the forward pass; here the gradient is the derivative of the forward pass.
+Source: MindSpore Boost's ``CommonHeadLastFN``. MindSpore clamps small norms differently in the
+backward pass and in the forward pass; in this module, the gradient is the derivative of the forward
+pass.
 """
 
 import jax
@@ -19,18 +20,18 @@ import jax.numpy as jnp
 
 from optax_boost._foundation import _arrays, _checks, _types
 
-# The bound on squared norms in MindSpore.
+# The lower bound on squared norms, as in MindSpore.
 EPS = 1e-4
 
 
 def check_settings(multiplier_init: _types.Unchecked, eps: _types.Unchecked) -> None:
-  """Checks the settings that a dense layer doesn't have."""
+  """Raises an error if `multiplier_init` is not callable or `eps` is not a positive number."""
   _checks.check_callable("multiplier_init", multiplier_init, "multiplier_init(key, shape, dtype)")
   _checks.check_number("eps", eps, positive=True)
 
 
 def l2_normalize(x: jax.Array, axis: int, eps: float = EPS) -> jax.Array:
-  """Scales vectors along an axis to length one; those shorter than sqrt(eps) by 1 / sqrt(eps)."""
+  """Returns `x` with each vector v along `axis` divided by sqrt(max(|v|^2, eps))."""
   vectors = _arrays.widen(x)
   square = jnp.sum(vectors * vectors, axis, keepdims=True)
   return (vectors * jax.lax.rsqrt(jnp.maximum(square, eps))).astype(x.dtype)
@@ -44,7 +45,7 @@ def normalized_dense(
   *,
   eps: float = EPS,
 ) -> jax.Array:
-  """The layer of the module's docstring; `eps` bounds squared norms from below."""
+  """Returns `multiplier` (N(x) N(kernel) + `bias`); N divides by sqrt(max(|v|^2, eps))."""
   y = l2_normalize(x, -1, eps) @ l2_normalize(kernel, 0, eps)
   if bias is not None:
     y = y + bias

@@ -1,17 +1,17 @@
 r"""SVRG and alpha-SVRG: variance-reduced gradients from a snapshot and its full gradient.
 
-For params w, a snapshot s of earlier ones, and a batch B:
+For params w, a snapshot s of earlier params, and a batch B:
 
   v = g - a (h - mu)
 
   g    gradient of the loss on B at w
   h    gradient of the loss on B at s
-  mu   full gradient at s: the mean over all of the data, each example counting once
-  a    coefficient, scalar: 1 is SVRG, 0 leaves g alone
-  v    corrected gradient, with the same mean over batches as g
+  mu   full gradient at s: the mean of the gradients of all examples
+  a    coefficient, scalar: 1 is SVRG, 0 leaves g unchanged
+  v    corrected gradient; its mean over batches is the same as that of g
 
 While s is near w, h varies with the batch as g does, so g - h varies less than g. The state
-measures this by
+measures how much less by
 
   variance_ratio = sum |v - mu|^2 / sum |g - mu|^2      over the steps since the last refresh
 """
@@ -50,11 +50,11 @@ class SvrgState(NamedTuple):
     refresh_count: scalar int32, the number of refreshes; while it is 0, gradients pass unchanged.
     squared_deviations: float vector of two: the sums of ``|v - mu|^2`` and of ``|g - mu|^2`` over
       the steps since the last refresh.
-    variance_ratio: scalar float, the first sum over the second. It estimates the variance of the
-      corrected gradient over that of the plain one. At 0 the correction is perfect, above 1 it does
-      harm.
-    notfinite_count: scalar int32, the refreshes that were not made, and the steps that left entries
-      uncorrected, because numbers were not finite.
+    variance_ratio: scalar float, the first sum of `squared_deviations` divided by the second. It
+      estimates the variance of the corrected gradient, divided by the variance of the plain
+      gradient. At 0 the correction is perfect, above 1 it does harm.
+    notfinite_count: scalar int32, the number of refreshes that were not made plus the number of
+      steps that left entries uncorrected, because numbers were not finite.
   """
 
   snapshot: optax.Params
@@ -66,7 +66,7 @@ class SvrgState(NamedTuple):
   notfinite_count: _types.IntScalar
 
   def with_full_gradient(self, params: optax.Params, full_gradient: optax.Updates) -> "SvrgState":
-    """The state after a refresh at `params`, whose `full_gradient` was taken over all data."""
+    """Returns the state after a refresh at `params`, where the full gradient is `full_gradient`."""
     # Inside `optax.masked` the state lacks the leaves that the mask hides.
     params = _masked_like(self.snapshot, params, "params")
     full_gradient = _masked_like(self.snapshot, full_gradient, "full_gradient")
@@ -77,13 +77,13 @@ class SvrgState(NamedTuple):
 def _correct(
   g: optax.Updates, h: optax.Updates, a: _types.FloatScalar, state: SvrgState
 ) -> tuple[optax.Updates, SvrgState]:
-  """The corrected gradients v, and the state after this step."""
+  """Returns the corrected gradients v = g - a (h - mu), and the state after this step."""
 
   def corrected(g: jax.Array, h: jax.Array, mu: jax.Array) -> jax.Array:
     return g.astype(mu.dtype) - a.astype(mu.dtype) * (h.astype(mu.dtype) - mu)
 
   def squares(estimate: Callable[..., jax.Array]) -> _types.FloatScalar:
-    """The sum of ``|estimate(g, h, mu) - mu|^2``."""
+    """Returns the sum of ``|estimate(g, h, mu) - mu|^2`` over all leaves."""
     sums = [jnp.zeros([], state.squared_deviations.dtype)]
     for leaves in _arrays.chunk_small_leaves(g, h, state.full_gradient):
       deviations = [estimate(g, h, mu) - mu for g, h, mu in zip(*leaves, strict=True)]
@@ -93,7 +93,7 @@ def _correct(
   squared = jnp.stack([squares(corrected), squares(lambda g, h, mu: g.astype(mu.dtype))])
   finite = jnp.isfinite(squared)
   total = state.squared_deviations + jnp.where(jnp.all(finite), squared, 0)
-  # The inner `where` keeps the untaken branch from dividing by zero.
+  # `where` inside of the division avoids a division by zero.
   positive = total[1] > 0
   ratio = jnp.where(positive, total[0] / jnp.where(positive, total[1], 1), state.variance_ratio)
 
@@ -111,7 +111,10 @@ def _correct(
 
 @jax.jit
 def _renew(state: SvrgState, params: optax.Params, full_gradient: optax.Updates) -> SvrgState:
-  """The state after a refresh; if a number is not finite, only `notfinite_count` changes."""
+  """Returns the state after a refresh at `params`.
+
+  If a number of `params` or `full_gradient` is not finite, only `notfinite_count` changes.
+  """
   good = _finiteness.all_finite((params, full_gradient))
 
   def new_if_good(new: jax.Array, old: jax.Array) -> jax.Array:
@@ -135,10 +138,10 @@ def svrg(
     v = \nabla f_B(w) - \alpha \left( \nabla f_B(s) - \mu \right), \qquad
     \mu = \frac{1}{n} \sum_{i=1}^{n} \nabla f_i(s)
 
-  for the batch :math:`B`, the params :math:`w` and their snapshot :math:`s`. Put it first in a
-  chain, outside of ``optax.masked`` and ``optax.partition``: it needs the plain gradient. On convex
-  problems the error shrinks geometrically at a constant learning rate, where SGD stalls. Deep
-  networks gain little: compare with SGD given the same work.
+  for the batch :math:`B`, the params :math:`w` and their snapshot :math:`s`. Put `svrg` first in a
+  chain, outside of ``optax.masked`` and ``optax.partition``, since it needs the plain gradient. On
+  convex problems with a constant learning rate, the error of SVRG shrinks geometrically while that
+  of SGD stalls. Deep networks gain little: compare with SGD given the same computing time.
 
   Each step costs a second gradient. The snapshot is renewed in one of two ways:
 
@@ -149,9 +152,10 @@ def svrg(
     ``full_grad_fn(params) -> grads`` on steps 0, n, 2n, ... under ``lax.cond``. Use it for data on
     the device, with :func:`full_gradient` and its argument `stacked`.
 
-  Until the first refresh gradients pass unchanged. Where the gradient at the snapshot is not
-  finite, the entry passes uncorrected. A refresh with a number that is not finite is not made.
-  `notfinite_count` counts both. A batch gradient that is not finite passes and changes no sums.
+  Until the first refresh, gradients pass unchanged. If an entry of the gradient at the snapshot is
+  not finite, this entry passes uncorrected. A refresh with a number that is not finite is not made.
+  `notfinite_count` counts such steps and refreshes. A batch gradient that is not finite passes, and
+  `squared_deviations` does not change.
 
   Args:
     refresh_every: steps from one refresh inside ``update`` to the next, about one to five epochs.
@@ -252,7 +256,10 @@ def _refresh_if_due(
 
 
 def _gradients_at(params: optax.Params, function: _types.Closure, name: str) -> optax.Updates:
-  """Calls `grad_fn` or `full_grad_fn`, also with params some of whose leaves are masked."""
+  """Returns ``function(params)``, gradients whose shapes are checked against `params`.
+
+  If leaves of `params` are masked, the same leaves of the gradients are masked.
+  """
   gradients = function(params)
   if any(map(_masks.is_masked, jax.tree.leaves(params, is_leaf=_masks.is_masked))):
     gradients = _masked_like(params, gradients, name)
@@ -261,7 +268,7 @@ def _gradients_at(params: optax.Params, function: _types.Closure, name: str) -> 
 
 
 def _masked_like(masked: _types.Tree, tree: _types.Tree, name: str) -> _types.Tree:
-  """Masks the leaves of `tree` that are masked in `masked`."""
+  """Returns `tree` with a mask for each leaf that is masked in `masked`."""
   try:
     return _masks.mask_like(tree, masked)
   except (ValueError, TypeError) as error:
@@ -286,13 +293,14 @@ def _check_state(state: SvrgState, params: optax.Params, method: str) -> None:
 def refresh_svrg(
   opt_state: optax.OptState, params: optax.Params, full_gradient: optax.Updates
 ) -> optax.OptState:
-  """Renews the snapshot and the full gradient in an optimizer state, on the host or under jit.
+  """Replaces the snapshot and the full gradient in an optimizer state, on the host or under jit.
 
   Args:
-    opt_state: the state of any chain with :func:`svrg`. If it has several, all are renewed.
+    opt_state: the state of any chain with :func:`svrg`. If the chain has several, all of their
+      snapshots are replaced.
     params: the params at which the full gradient was taken; they are copied.
-    full_gradient: from :func:`full_gradient`. If it or `params` is not finite, the snapshot stays
-      and `notfinite_count` grows.
+    full_gradient: the result of :func:`full_gradient`. If `full_gradient` or `params` is not
+      finite, the snapshot does not change, and `notfinite_count` grows.
 
   Returns:
     The new optimizer state, which shares all other arrays with the old one.

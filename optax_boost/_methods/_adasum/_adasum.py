@@ -1,4 +1,4 @@
-"""The adaptive sum: as a transformation of gradients on many devices, and on one device."""
+"""`adasum`, a transformation of gradients on many devices, and `adasum_reduce`, on one device."""
 
 from collections.abc import Sequence
 import itertools
@@ -20,10 +20,10 @@ class AdasumState(NamedTuple):
   """State of :func:`adasum`.
 
   Attributes:
-    orthogonality: scalar float32, the last step's squared norm of the result over the sum of the
-      squared norms of the replicas' gradients, over all leaves. It is 1 if the gradients were
-      orthogonal, so that they were summed, and 1/N if they were identical.
-    notfinite_count: scalar int32, the steps in which a leaf was not finite on some replica.
+    orthogonality: scalar float32, from the last step: the squared norm of the result, divided by
+      the sum of the squared norms of the replicas' gradients; norms are over all leaves. It is 1 if
+      the gradients were orthogonal, so that they were summed, and 1/N if they were identical.
+    notfinite_count: scalar int32, the number of steps in which a leaf was not finite on a replica.
   """
 
   orthogonality: _types.FloatScalar
@@ -33,7 +33,7 @@ class AdasumState(NamedTuple):
 def adasum_reduce(
   stacked: _types.SameTree, *, groups: str | Sequence[str] | None = None
 ) -> _types.SameTree:
-  r"""The adaptive sum of N gradients that are stacked on one device.
+  r"""Returns the adaptive sum of N gradients that are stacked on one device.
 
   Computes what :func:`adasum` computes, for replicas that one device simulates.
 
@@ -82,35 +82,36 @@ def adasum(
     \mathrm{adasum}(a, b) = a \left(1 - \frac{\langle a, b \rangle}{2 |a|^2}\right) +
     b \left(1 - \frac{\langle a, b \rangle}{2 |b|^2}\right)
 
-  over a binary tree of the N replicas, neighbours first. Gradients that agree are averaged, and
-  orthogonal ones are summed. So the step grows as gradients decorrelate, and a learning rate tuned
-  for one replica stays usable with many. All replicas get the same bits; N need not be a power of
-  two.
+  A binary tree applies this formula to the N replicas, neighbours first. Gradients that agree are
+  averaged, and orthogonal gradients are summed. So the step grows as gradients decorrelate, and a
+  learning rate tuned for one replica stays usable with many. All replicas get the same bits; N need
+  not be a power of two.
 
-  Call it inside ``jax.shard_map`` (or ``vmap`` with an axis name) in place of ``jax.lax.pmean``.
-  First in a chain it acts on gradients; last, after an inner optimizer, on updates, as in Horovod.
-  Then the inner state differs from replica to replica, and each replica must keep its own, as in
-  ``examples/adasum_processes.py``, which runs over several processes or machines.
+  Call ``update`` inside ``jax.shard_map`` (or ``vmap`` with an axis name) in place of
+  ``jax.lax.pmean``. Put `adasum` first in a chain to reduce gradients, or last, after an optimizer,
+  to reduce updates, as in Horovod. If it is last, the optimizer's state differs between replicas,
+  and each replica must keep its own state, as in ``examples/adasum_processes.py``, which runs over
+  several processes or machines.
 
-  Each dtype costs an all-to-all and an all-gather, about the bytes of an all-reduce, and each level
-  of the tree an all-reduce of a few numbers per group; above some 64 replicas, use
-  `local_axis_name`. Inner products are taken in float32, of gradients scaled by their group's
-  largest entry, so gradients may have any magnitude from 1e-30 to 1e30, and differ as much.
+  For each dtype, a step makes an all-to-all and an all-gather, which move about the bytes of an
+  all-reduce. Each level of the tree makes an all-reduce of a few numbers per group; above some 64
+  replicas, use `local_axis_name`. Inner products are taken in float32, of gradients scaled by their
+  group's largest entry. So magnitudes from 1e-30 to 1e30 are safe, even within one group.
 
   A group that is not finite on one replica becomes NaN on all replicas. Other groups are computed
-  as usual, and of the state only `notfinite_count` changes.
+  as usual, and `notfinite_count` grows.
 
   Args:
     axis_name: the mesh axis or axes of the replicas.
     local_axis_name: axes along which gradients are averaged first, such as the devices of a node;
       the adaptive sum then runs over nodes. None: no such axis.
     groups: which leaves share their coefficients. None: each leaf is a group, as in Horovod.
-      Regular expressions that match whole segments of the leaves' paths make a group each. A leaf
-      that two match is an error; one that none matches is a group by itself. ``".*"`` makes the
-      whole model one vector.
+      A string or a sequence: each regular expression makes a group of the leaves whose path it
+      matches in whole segments. A leaf that two expressions match is an error; a leaf that no
+      expression matches is a group by itself. ``".*"`` makes the whole model one group.
     shard_axis_name: axes along which the leaves are sharded (tensor parallelism); inner products
-      are summed over them. In a group with sharded leaves, a replicated leaf counts once for each
-      device of these axes. Don't name an axis along which devices hold different layers.
+      are summed over these axes. In a group with sharded leaves, a replicated leaf counts once for
+      each device of these axes. Don't name an axis along which devices hold different layers.
     layers: as in :func:`centralize`. Each layer of a leaf has its own coefficients, unless `groups`
       names the leaf. Without `layers`, a leaf counts as one layer.
 
@@ -123,8 +124,8 @@ def adasum(
       summed the gradients already.
 
   Examples:
-    On gradients. The params are replicated; without ``pcast``, ``shard_map`` would sum their
-    gradients itself:
+    `adasum` reduces the gradients of replicated params. ``pcast`` keeps ``shard_map`` from summing
+    the gradients first:
 
     >>> import functools, jax, jax.numpy as jnp, optax, optax_boost
     >>> from jax.sharding import PartitionSpec as P
@@ -205,10 +206,14 @@ def _axes(argument: str, names: _types.AxisName | None) -> tuple[str, ...]:
 
 
 def check_not_summed(leaves: Sequence[jax.Array], axes: tuple[str, ...]) -> None:
-  """Raises ValueError if ``shard_map`` has summed the gradients, because params are replicated."""
+  """Raises ValueError if ``shard_map`` has summed the gradients over one of `axes`.
+
+  ``shard_map`` does so if the loss is differentiated with respect to replicated params.
+  """
   varying = frozenset[str]().union(*(_mesh_axes.varying_axes(jax.typeof(leaf)) for leaf in leaves))
   for name in axes:
-    # Without `check_vma` nothing varies.
+    # With `check_vma=False`, JAX does not track over which axes an array varies, so the index of a
+    # device does not vary either, and the gradients tell nothing.
     varying_axes_here = _mesh_axes.varying_axes(jax.typeof(jax.lax.axis_index(name)))
     if name in varying_axes_here and name not in varying:
       raise ValueError(
@@ -228,7 +233,7 @@ def _check_groups(groups: str | Sequence[str] | None) -> tuple[str, ...]:
 
 
 def _group_numbers(paths: Sequence[str], patterns: Sequence[str]) -> tuple[int, ...]:
-  """The group of each leaf, numbered ``0, 1, ...``."""
+  """Returns the number of each leaf's group, from 0; a leaf that no pattern matches has its own."""
   group_of_pattern = [(pattern, group) for group, pattern in enumerate(patterns)]
   groups = _patterns.assign_groups("groups", group_of_pattern, paths)
   keys = [("leaf", i) if group is None else ("group", group) for i, group in enumerate(groups)]

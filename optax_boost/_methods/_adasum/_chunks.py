@@ -1,4 +1,4 @@
-"""Concatenates leaves into one vector, which is cut into chunks that the devices own."""
+"""Concatenates the leaves of each dtype into one vector, and cuts it into one chunk per device."""
 
 from collections.abc import Sequence
 import itertools
@@ -11,15 +11,16 @@ import numpy as np
 
 from optax_boost._foundation import _types
 
-# One loop goes over a chunk in blocks of columns. N rows of a block stay in the cache between
-# their inner products, and the time to compile does not grow with the number of leaves. Longer
-# chunks get longer blocks, because a turn of the loop costs an accelerator as much as a launch.
+# A loop computes a chunk, N rows of M columns, in blocks of columns. A block is small enough that
+# its N rows stay in the CPU's cache while their inner products are taken, and a loop compiles in
+# the same time for any number of leaves. On an accelerator each turn of the loop costs as much as
+# the launch of a kernel, so a longer chunk has longer blocks instead of many more blocks.
 _SHORTEST_BLOCK = 2048
 _MOST_BLOCKS = 256
 
 
 class Layout(NamedTuple):
-  """How the leaves of one dtype form a vector, and how devices share its chunks."""
+  """Describes the vector of all leaves of one dtype, and how it is cut into chunks and blocks."""
 
   leaves: tuple[int, ...]  # indices among all leaves
   shapes: tuple[tuple[int, ...], ...]
@@ -27,16 +28,16 @@ class Layout(NamedTuple):
   dtype: _types.Dtype
   chunk: int  # M, the entries that one device owns
   block: int  # B, the columns of a block
-  # (D, T, 4) int32, the blocks of each chunk: where the block starts in the chunk, which of its
-  # columns count (from, to), and the group of their leaf.
+  # (D, T, 4) int32, for each of T blocks of each chunk: the block's first column in the chunk, the
+  # first column and the end of the leaf's columns in the block, and the number of the leaf's group.
   blocks: np.ndarray
 
 
 class Chunk(NamedTuple):
-  """The chunk that a device owns of a layout's vector."""
+  """The chunk of a layout's vector that one device computes, for the gradients of all replicas."""
 
   layout: Layout
-  # N vectors of M entries, one per replica. Stacking them would copy them.
+  # N vectors of M entries, one per replica; a list, since one array of them would be a copy.
   rows: list[jax.Array]
   blocks: jax.Array  # (T, 4), this chunk's part of `layout.blocks`
 
@@ -44,7 +45,7 @@ class Chunk(NamedTuple):
 def layouts(
   leaves: Sequence[jax.Array | jax.ShapeDtypeStruct], groups: Sequence[int], chunks: int
 ) -> list[Layout]:
-  """A layout for the leaves of each dtype, with D = `chunks` chunks."""
+  """Returns one layout per dtype of the leaves; each cuts its vector into `chunks` chunks."""
   by_dtype: dict[np.dtype, list[int]] = {}
   for i, leaf in enumerate(leaves):
     by_dtype.setdefault(jnp.result_type(leaf), []).append(i)
@@ -67,7 +68,10 @@ def layouts(
 def _blocks(
   spans: Sequence[tuple[int, int, int]], origin: int, chunk: int, block: int
 ) -> list[tuple[int, int, int, int]]:
-  """The rows of ``Layout.blocks`` for the chunk that begins at `origin`."""
+  """Returns the rows of ``Layout.blocks`` for the chunk that begins at `origin`.
+
+  `spans` has the start and the end of each leaf in the vector, and the number of its group.
+  """
   blocks = []
   for leaf_start, leaf_end, group in spans:
     low, high = max(leaf_start - origin, 0), min(leaf_end - origin, chunk)
@@ -79,13 +83,15 @@ def _blocks(
 
 
 def pack(leaves: Sequence[jax.Array], layout: Layout, chunks: int, owner: jax.Array) -> jax.Array:
-  """Concatenates the leaves of a layout, padded with zeros, as chunks ``(D, M)``."""
+  """Concatenates the leaves of a layout, pads them with zeros, and returns the chunks (D, M)."""
   flat = [jnp.ravel(leaves[i]) for i in layout.leaves]
-  # The exchange needs rows that `vmap` maps, and `vmap` doesn't map gradients that are equal on all
-  # replicas. This vector without entries depends on the replica, so each row with it is mapped.
+  # Under `vmap`, `all_to_all` needs batched rows, but `vmap` does not batch gradients that are
+  # equal on all replicas. `owner` is batched. Concatenating a row with an empty vector made from
+  # `owner` makes the row batched, too.
   mapped = jnp.full((0,), owner, layout.dtype)
   rows = []
-  # XLA 17: row by row, as a concatenation of all leaves would be kept beside its rows.
+  # XLA 17: each row is concatenated separately. A concatenation of all leaves would stay in memory
+  # together with its rows.
   for origin in range(0, chunks * layout.chunk, layout.chunk):
     cuts = [slice(max(origin - s, 0), max(origin + layout.chunk - s, 0)) for s in layout.starts]
     pieces = [leaf[cut] for leaf, cut in zip(flat, cuts, strict=True)]
@@ -95,7 +101,7 @@ def pack(leaves: Sequence[jax.Array], layout: Layout, chunks: int, owner: jax.Ar
 
 
 def unpack(layouts: Sequence[Layout], vectors: Sequence[jax.Array]) -> list[jax.Array]:
-  """Cuts the vectors of all layouts into leaves, in their original order."""
+  """Cuts the vectors of all layouts into leaves; returns the leaves in the order of the tree."""
   leaves = {}
   for layout, vector in zip(layouts, vectors, strict=True):
     for i, shape, start in zip(layout.leaves, layout.shapes, layout.starts, strict=True):
@@ -108,8 +114,8 @@ def cut_block(
 ) -> tuple[jax.Array, ...]:
   """Cuts block number `turn` of a chunk out of K rows.
 
-  Returns the block ``(K, B)``, its first column in the chunk, a mask of the columns that belong to
-  its leaf, and the group of that leaf.
+  Returns the block ``(K, B)``, its first column in the chunk, a mask of the block's columns that
+  belong to the block's leaf, and the number of the leaf's group.
   """
   start, low, high, group = chunk.blocks[turn]
   width = chunk.layout.block

@@ -1,4 +1,4 @@
-"""Cuts leaves that hold several layers: each layer gets its own inner products and norms."""
+"""Cuts leaves that hold several layers into one array per layer."""
 
 from collections.abc import Callable, Sequence
 
@@ -12,7 +12,10 @@ from optax_boost._trace import _layer_axes
 def split_layers(
   tree: _types.Tree, layers: _layer_axes.LayerAxes | None
 ) -> tuple[list[str], list[jax.Array], Callable[[Sequence[jax.Array]], _types.Tree]]:
-  """The path and the array of each layer, and a function that makes a tree from new arrays."""
+  """Returns the path and the array of each layer, and a function ``join``.
+
+  ``join(arrays)`` returns a tree like `tree` from new arrays of the layers.
+  """
   leaves = [
     leaf if leaf.num_layers else leaf._replace(axes=None)
     for leaf in _layer_axes.leaves_of(tree, layers)

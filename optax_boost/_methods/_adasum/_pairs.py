@@ -1,4 +1,4 @@
-"""The adaptive sums of one level of the tree, computed from squares that don't overflow.
+"""Computes the adaptive sums of one level of the tree, from squares that don't overflow.
 
 For K nodes x_1 ... x_K of a level, in each of G groups of leaves:
 
@@ -23,54 +23,58 @@ import jax.numpy as jnp
 
 from optax_boost._foundation import _types
 
-# Scaled entries are at most 2^48 and their squares 2^96, so up to 2^31 squares have a finite sum in
-# float32. Squares of entries that exceed 2^-111 of their node's bound are normal numbers.
+# Scaled entries are at most 2^48 and their squares at most 2^96, so a sum of up to 2^31 squares is
+# finite in float32. An entry larger than 2^-111 times its node's bound 2^e has a scaled square that
+# is a normal number of float32.
 _LARGEST = 48
-# Powers of two from here to the inverse are normal numbers in float32.
+# The powers 2^-126 to 2^126 are normal numbers in float32.
 _LOWEST = -126
 
 
 class Sums(NamedTuple):
-  """Sums over a level's scaled nodes."""
+  """The squared norms of a level's scaled nodes, and the inner products of its pairs."""
 
   squares: jax.Array  # (G, K)
   products: jax.Array  # (G, K // 2)
 
 
 class Factors(NamedTuple):
-  """The factors of a level's pairs, each ``(G, K // 2)``, for their first and second nodes."""
+  """The factors for the first and for the second nodes of a level's pairs, each ``(G, K // 2)``."""
 
   ratios: tuple[jax.Array, jax.Array]  # r, -r
   shares: tuple[jax.Array, jax.Array]  # s_a, s_b
 
 
 def power(exponents: jax.Array, dtype: _types.Dtype) -> jax.Array:
-  """Powers of two with integer exponents."""
+  """Returns 2 to the power of each integer in `exponents`, as an array of `dtype`."""
   return jnp.ldexp(jnp.ones([], dtype), exponents)
 
 
 def bounds_of(largest: jax.Array) -> jax.Array:
-  """The exponents e of nodes, from their largest entries."""
+  """Returns the exponents e, such that no entry of a node exceeds 2^e, from its largest entry."""
   positive = (largest > 0) & jnp.isfinite(largest)
   return jnp.where(positive, jnp.frexp(jnp.where(positive, largest, 1))[1], _LOWEST)
 
 
 def scales_of(bounds: jax.Array) -> jax.Array:
-  """The exponents h of the scales of nodes."""
+  """Returns the exponents h of the scales 2^h of nodes whose entries do not exceed 2^bounds."""
   return jnp.minimum(_LARGEST - bounds, -_LOWEST)
 
 
 def norms_of(squares: jax.Array, scales: jax.Array) -> jax.Array:
-  """The exponents n of nodes, -126 for nodes that are zero."""
+  """Returns exponents n such that no node's norm exceeds 2^n; n is -126 if the node is zero.
+
+  `squares` are the squared norms of the nodes times 2^scales.
+  """
   exponents = (jnp.frexp(squares)[1] + 1) // 2 - scales
   return jnp.where(squares > 0, jnp.maximum(exponents, _LOWEST), _LOWEST)
 
 
 def pair_up(sums: Sums, scales: jax.Array) -> tuple[Factors, jax.Array]:
-  """The factors of a level's pairs, and the exponents e of the next level's nodes."""
+  """Returns the factors of a level's pairs, and the exponents e of the next level's nodes."""
   pairs = sums.products.shape[1]
   norms = norms_of(sums.squares, scales)
-  # The squares of nodes divided by 2^n are below 1, and at least 1/4 unless a node is zero.
+  # Each node is divided by 2^n. Its square is then below 1, and at least 1/4 unless it is zero.
   shifts = scales + norms
   squares = jnp.ldexp(sums.squares, -2 * shifts)
   first, second = (slice(i, 2 * pairs, 2) for i in (0, 1))
@@ -81,13 +85,17 @@ def pair_up(sums: Sums, scales: jax.Array) -> tuple[Factors, jax.Array]:
 
   ratio = norms[:, second] - norms[:, first]
   factors = Factors((ratio, -ratio), (share(squares[:, first]), share(squares[:, second])))
-  # The norm of an adaptive sum is at most 3/2 of the summed norms.
+  # The norm of an adaptive sum is at most 3/2 times the sum of the two norms, so below 4 times the
+  # larger bound.
   pair_bounds = jnp.maximum(norms[:, first], norms[:, second]) + 2
   return factors, jnp.concatenate([pair_bounds, norms[:, 2 * pairs :]], axis=1)
 
 
 def combine(nodes: jax.Array, factors: Factors, group: jax.Array) -> jax.Array:
-  """Combines B entries of K nodes, all of one group, to the next level ``(K - K // 2, B)``."""
+  """Combines the pairs of K nodes in a block of B columns that belong to one group.
+
+  Returns the nodes of the next level, ``(K - K // 2, B)``.
+  """
   pairs = factors.shares[0].shape[1]
   first, second = nodes[0 : 2 * pairs : 2], nodes[1 : 2 * pairs : 2]
 
@@ -104,16 +112,17 @@ def combine(nodes: jax.Array, factors: Factors, group: jax.Array) -> jax.Array:
 def orthogonality(
   first: Sums, first_scales: jax.Array, last: Sums, last_scales: jax.Array
 ) -> _types.FloatScalar:
-  """The squared norm of the result over the sum of the gradients' squared norms, in all groups.
+  """Returns the squared norm of the result, divided by the sum of the gradients' squared norms.
 
-  `first` has the sums of the gradients, `last` those of the last level with several nodes.
+  `first` has the sums of the gradients, `last` those of the last level that has a pair. Both norms
+  are over all groups. Returns 1 if all gradients are zero.
   """
   unit = jnp.max(norms_of(first.squares, first_scales))
   before = jnp.sum(jnp.ldexp(first.squares, -2 * (first_scales + unit)))
   squares = jnp.ldexp(last.squares, -2 * (last_scales + unit))
   after = jnp.sum(squares, axis=1)
   if last.products.shape[1]:
-    # Divided by the bounds of the norms, so that the product of squares is in range.
+    # Squares are divided by the bounds 2^2n of the squared norms: their product is then in range.
     shifts = last_scales + norms_of(last.squares, last_scales)
     sizes = jnp.prod(jnp.ldexp(last.squares, -2 * shifts), axis=1)
     product = jnp.ldexp(last.products[:, 0], -jnp.sum(shifts, axis=1))

@@ -16,7 +16,7 @@ from optax_boost._methods._adasum import _chunks, _pairs
 
 @functools.partial(jax.jit, static_argnums=1)
 def reduce_stacked(leaves: list[jax.Array], groups: tuple[int, ...]) -> list[jax.Array]:
-  """The adaptive sums of leaves that have the replicas along their first axis."""
+  """Returns the adaptive sum of each leaf; leaves have the replicas along their first axis."""
   replicas = leaves[0].shape[0]
   layouts = _chunks.layouts(
     [jax.eval_shape(lambda x: x[0], leaf) for leaf in leaves], groups, chunks=1
@@ -41,7 +41,10 @@ def reduce_over_devices(
   local_axes: tuple[str, ...],
   shard_axes: tuple[str, ...],
 ) -> tuple[list[jax.Array], jax.Array, jax.Array]:
-  """The adaptive sums over replicas, the orthogonality, and whether a leaf was not finite."""
+  """Returns the adaptive sum of each leaf over the replicas of the mesh axes `axes`.
+
+  Returns also the orthogonality, and whether a leaf was not finite on a replica.
+  """
   replicas, nearby = jax.lax.axis_size(axes), jax.lax.axis_size(local_axes)
   every_axis = axes + local_axes + shard_axes
   layouts = _chunks.layouts(leaves, groups, chunks=replicas * nearby)
@@ -65,16 +68,16 @@ def reduce_over_devices(
 
 
 def _largest(leaf: jax.Array) -> jax.Array:
-  """The largest magnitude in a leaf; infinity if the leaf has a NaN.
+  """Returns the largest magnitude in a leaf, or infinity if the leaf has a NaN.
 
-  A maximum over devices may lose a NaN, but keeps infinity.
+  `pmax` over devices may lose a NaN, but keeps infinity.
   """
   largest = _arrays.widen(jnp.max(jnp.abs(jax.lax.stop_gradient(leaf)), initial=0))
   return jnp.where(jnp.isnan(largest), jnp.inf, largest)
 
 
 def _largest_of_groups(largest: jax.Array, groups: Sequence[int]) -> jax.Array:
-  """From the largest magnitudes of L leaves ``(N, L)`` those of their groups ``(G, N)``."""
+  """Returns the largest magnitudes of groups ``(G, N)``, from those of L leaves ``(N, L)``."""
   members = np.arange(max(groups) + 1)[:, None, None] == np.array(groups)
   return jnp.max(jnp.where(members, largest, 0), axis=2)
 
@@ -82,7 +85,7 @@ def _largest_of_groups(largest: jax.Array, groups: Sequence[int]) -> jax.Array:
 def _only_finite(
   leaves: list[jax.Array], groups: Sequence[int], finite: jax.Array
 ) -> list[jax.Array]:
-  """Replaces the leaves of each group that is not finite on all replicas by NaN."""
+  """Returns the leaves, with NaN for each leaf of a group whose entry of `finite` is False."""
   pairs = zip(leaves, groups, strict=True)
   return [jnp.where(finite[group], leaf, jnp.nan) for leaf, group in pairs]
 
@@ -92,14 +95,15 @@ def _walk(
   largest: jax.Array,
   total: Callable[[_pairs.Sums], _pairs.Sums],
 ) -> tuple[list[jax.Array], jax.Array, jax.Array]:
-  """Combines chunks of the gradients, level by level; `total` adds the sums of all devices.
+  """Combines chunks of the gradients, level by level.
 
-  Returns the chunks of the result, the orthogonality, and for each group whether it is finite.
+  ``total(sums)`` adds the sums of all devices. Returns the chunks of the result, the orthogonality,
+  and for each group whether it is finite on all replicas.
   """
   levels = []
   nodes = [chunk.rows for chunk in chunks]
   factors, bounds = None, _pairs.bounds_of(largest)
-  # A group is finite if its largest magnitude is.
+  # A group is finite if its largest magnitude is finite.
   finite = jnp.all(_finiteness.finite_entries(largest), axis=1)
   while factors is None or bounds.shape[1] > 1:
     scales = _pairs.scales_of(bounds)
@@ -114,7 +118,7 @@ def _walk(
   return result, _pairs.orthogonality(*levels[0], *levels[-1]), finite
 
 
-# Results of a pass, and the sums over their nodes.
+# The nodes that a pass has computed so far, and the sums over these nodes.
 _Carry: TypeAlias = tuple[list[jax.Array], _pairs.Sums]
 
 
@@ -124,13 +128,13 @@ def _pass(
   factors: _pairs.Factors | None,
   scales: jax.Array | None,
 ) -> _Carry:
-  """One pass over a chunk of a level's nodes.
+  """Goes once over a chunk; returns the next level's nodes, and their squares and products.
 
-  With `factors` it combines pairs of nodes. With `scales` it then sums squares and products of the
-  nodes.
+  Without `factors`, the nodes are not combined but returned. Without `scales`, the sums are empty.
   """
   dtype = _arrays.accumulator_dtype(chunk.layout.dtype)
-  # Results overwrite the first node of each pair, and a node without a partner.
+  # A result is stored in the buffer of its pair's first node, which the loop no longer needs. A
+  # node without a partner keeps its buffer.
   results = [] if factors is None else [node.astype(dtype) for node in nodes[::2]]
   size = (0 if scales is None else scales.shape[0], len(results) or len(nodes))
 
@@ -149,7 +153,7 @@ def _pass(
         for result, row in zip(results, new, strict=True)
       ]
     if scales is not None:
-      # Selected, not multiplied by 0: entries of another leaf may be NaN.
+      # `where` instead of a product with 0, since entries of another leaf may be NaN.
       x = jnp.where(counts, x * _pairs.power(scales[group], dtype)[:, None], 0)
       even = len(x) // 2 * 2
       sums = _pairs.Sums(
@@ -158,7 +162,8 @@ def _pass(
       )
     return results, sums
 
-  # Under `shard_map` the zeros must vary over the gradients' mesh axes, as the loop's results do.
+  # `fori_loop` needs a carry of one type. Under `shard_map` its results vary over the gradients'
+  # mesh axes, so the zeros at its start must vary over these axes, too.
   zero = jnp.where(False, chunk.rows[0][0].astype(dtype), 0)
   zeros = _pairs.Sums(jnp.broadcast_to(zero, size), jnp.broadcast_to(zero, (size[0], size[1] // 2)))
   results, sums = jax.lax.fori_loop(0, len(chunk.blocks), turn, (results, zeros))
@@ -166,21 +171,22 @@ def _pass(
 
 
 def _mean_nearby(x: jax.Array, axes: tuple[str, ...], size: int) -> jax.Array:
-  """The mean of ``x`` over the devices of `axes`; each device gets a slice of the first axis."""
-  # Divided first, or large gradients would overflow; in float16 small ones would then underflow.
+  """Averages `x` over the devices of `axes`; returns this device's slice along the first axis."""
+  # Gradients are divided before they are summed, so that sums of large gradients don't overflow.
+  # In float16 small gradients would then underflow, so there the sums are divided.
   divides_first = jnp.finfo(x.dtype).maxexp >= jnp.finfo(jnp.float32).maxexp
   summed = jax.lax.psum_scatter(x / size if divides_first else x, axes, scatter_dimension=0)
   return summed if divides_first else summed / size
 
 
 def _gather(chunk: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-  """Concatenates the chunks of all devices, on each device."""
+  """Returns the concatenation of the chunks of all devices, the same on each device."""
   if not _mesh_axes.varying_axes(jax.typeof(chunk)):
     return jax.lax.all_gather(chunk, axes, tiled=True)
-  # `shard_map` must know that the result is the same on all devices.
+  # The output of `shard_map` may be replicated only if JAX knows that it is equal on all devices.
   if "to" in inspect.signature(jax.lax.all_gather).parameters:
     return jax.lax.all_gather(chunk, axes, tiled=True, to="invarying")
-  # XLA 27: before JAX 0.10 only a sum tells `shard_map` so. It moves twice the bytes.
+  # XLA 27: before JAX 0.10, JAX knows this of results of `psum` only, which moves twice the bytes.
   devices, owner = jax.lax.axis_size(axes), jax.lax.axis_index(axes)
   alone = jnp.where(jnp.arange(devices)[:, None] == owner, chunk, 0)
   return jax.lax.psum(alone.ravel(), axes)

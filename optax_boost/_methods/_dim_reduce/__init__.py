@@ -1,18 +1,18 @@
-"""Training in the subspace in which the weights move.
+"""Training in the subspace of the params in which earlier training has moved them.
 
 Modules:
 
   _trajectory       records snapshots of the params while training
-  _snapshot_blocks  reads snapshots, also of other forms, in blocks
+  _snapshot_blocks  reads snapshots in blocks, from a state, a tree, a list or an iterable
   _fit              fits a subspace to snapshots
-  _pca              principal components of snapshots in blocks
+  _pca              computes principal components of snapshots that are read in blocks
   _subspace         the subspace, and its file
   _dim_reduce       the arguments, the step and its line search
   _state            the state, and how its subspace is replaced
   _quasi_newton     BFGS, and the lengths that a line search tries
   _groups           which leaves and layers share a subspace
   _linalg           products and combinations of trees
-  _boxes            params without the boxes of NNX and Linen
+  _boxes            takes arrays out of the variables of NNX and the metadata of Linen
 """
 
 from optax_boost._methods._dim_reduce._dim_reduce import dim_reduce as dim_reduce

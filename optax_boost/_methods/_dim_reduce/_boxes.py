@@ -6,14 +6,14 @@ from optax_boost._foundation import _paths, _types
 
 
 def unboxed(tree: _types.Tree) -> _types.Tree:
-  """Replaces each box in a tree by its value.
+  """Returns the tree with the value of each box in place of the box.
 
-  The box of a param tells Flax how to shard the param. A state's array of another shape can't be
-  sharded so, and must not be in that box.
+  The box of a param tells Flax how to shard the param. An array in the optimizer state that has one
+  axis more than the param can't be sharded in this way, so it must not be in a box.
   """
 
   def value(node: _types.Tree) -> _types.Tree:
-    # A box may hold a mask, which has no leaves.
+    # `jax.tree.leaves(node)` would skip a mask in the box, since a mask has no leaves.
     return (
       jax.tree.leaves(node, is_leaf=lambda x: x is not node)[0] if _paths.is_box(node) else node
     )

@@ -1,21 +1,23 @@
-r"""Quasi-Newton steps with line search in a subspace, momentum outside of it.
+r"""Quasi-Newton steps with line search in a subspace, momentum steps outside of the subspace.
 
 For params w of n numbers, gradient g and basis P (k x n, its rows orthonormal or not):
 
   g_k = P g                              projected gradient, k
   B <- BFGS(B, s, y), y = g_k - g_k'     g_k' from the last accepted step
-  d_k = -B g_k                           direction; t its step length by line search, 0 if none
+  d_k = -B g_k                           direction, k
+  t                                      step length, found by line search; 0 if none is accepted
   r <- gamma r + g - P' g_k              momentum of the residual, n
   w <- w + t P' d_k - alpha r
   s <- t d_k                             if t > 0
 
 If no t is accepted, MindSpore's search restores B and g_k'. The search "auto" sets B to the
 identity and s to 0, so that the next step is one of steepest descent. With an inner optimizer I, a
-trial is w + I(-t P' d_k), and the step is I(alpha r - t P' d_k): I gets the sign of a gradient.
+trial is w + I(-t P' d_k), and the step is I(alpha r - t P' d_k). The signs are reversed because I
+expects a gradient.
 
 The recursion of r is linear, so r = M - P' q with M <- gamma M + g [n] and q <- gamma q + g_k [k].
 The state keeps M and q, and the update is -alpha M + P' (t d_k + alpha q). A step reads the basis
-twice, for P g and for P' times a column. A line search needs P' times two columns, d_k and q.
+twice, to compute P g and P' times a vector. A line search needs P' times two vectors, d_k and q.
 
 Source: Li, Wu, Huang et al., "Low Dimensional Trajectory Hypothesis is True: DNNs can be Trained in
 Tiny Subspaces", arXiv:2103.11154; steps as in MindSpore's ``boost.dim_reduce``.
@@ -38,7 +40,8 @@ from optax_boost._methods._dim_reduce._state import DimReduceState
 from optax_boost._methods._dim_reduce._subspace import Subspace, check_subspace
 
 _METHOD = _state.METHOD
-# Trials of a search that starts where the last one ended: a factor of 3e-8 at the default `rho`.
+# The most trials of a search with `max_search="auto"`; at the default `rho` the last length is 3e-8
+# times the first.
 _LONGEST_SEARCH = 30
 
 
@@ -53,14 +56,14 @@ def dim_reduce(
   *,
   inner: optax.GradientTransformation | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-  r"""Quasi-Newton steps with line search in a subspace, momentum outside of it.
+  r"""Makes quasi-Newton steps with line search in a subspace, and momentum steps outside of it.
 
   .. math::
     w \leftarrow w + t P^\top d - \alpha r, \qquad d = -B P g, \qquad
     r \leftarrow \gamma r + g - P^\top P g
 
   for the gradient :math:`g`, the basis :math:`P` of `subspace`, a BFGS approximation :math:`B` of
-  the inverse Hessian in it, and a step length :math:`t` with
+  the inverse Hessian in the subspace, and a step length :math:`t` with
 
   .. math::
     f(w + t P^\top d) < f(w) + \sigma t \, g^\top P^\top d
@@ -79,8 +82,9 @@ def dim_reduce(
   passes: `value`, the loss at the params, and ``value_fn(params)``, the loss at other params on the
   same batch. If the batch is sharded over devices, the loss is the mean over all of it. Gradients
   must not be scaled: put :func:`dynamic_loss_scale` around `dim_reduce`. A gradient that is not
-  finite changes only a counter in the state, and its entries that are not finite become NaN in the
-  updates, for ``optax.apply_if_finite``. A loss that is not finite is never accepted.
+  finite changes only a counter in the state. Its entries that are not finite become NaN in the
+  updates, so that ``optax.apply_if_finite`` skips the step. A loss that is not finite is never
+  accepted.
 
   The basis is sharded as the params are. For that, ``init`` must see how the params are sharded:
   call it outside of ``jit``, or on a mesh with Explicit axes. Inside ``shard_map`` params must be
@@ -95,9 +99,9 @@ def dim_reduce(
     gamma: the decay of the residual momentum, in [0, 1). Raising it averages more gradients.
     alpha: the learning rate outside of the subspace, a number >= 0 or a schedule of the step count.
     max_search: how the step length is searched; static. ``"auto"``: as above, at most 30 trials in
-      a step. A number: MindSpore's search (there 2) of that many lengths, the full step first. If
-      none is accepted, there is no step in the subspace, and :math:`B` is restored. None: always
-      the full step, which needs no loss.
+      a step. A number: tries at most this many lengths, the length 1 first, as in MindSpore, whose
+      number is 2. If no length is accepted, there is no step in the subspace, and :math:`B` is
+      restored. None: always makes the step of length 1, which needs no loss.
     groups: which leaves share a subspace and a :math:`B`; all groups share the step length. A plan
       of :func:`layer_groups`; regular expressions, one per group, that match whole segments of the
       leaves' paths (a leaf that two match is an error; one that none matches is in the last group);
@@ -152,7 +156,7 @@ def dim_reduce(
 
 @dataclasses.dataclass
 class _DimReduce:
-  """The transformation; its fields are the arguments of :func:`dim_reduce`."""
+  """The functions `init` and `step` of :func:`dim_reduce`, whose arguments are the fields."""
 
   subspace: Subspace | Callable[[_types.Params], Subspace]
   rho: jax.typing.ArrayLike
@@ -180,12 +184,15 @@ class _DimReduce:
 
   @property
   def adaptive(self) -> bool:
-    """Whether ``max_search="auto"``: a search starts where the last one ended."""
+    """Returns whether `max_search` is "auto": each search starts at the last search's length."""
     return isinstance(self.max_search, str)
 
   @property
   def rescales(self) -> bool:
-    """Whether B is scaled to the units of gradients, which `inner` expects."""
+    """Returns whether the inverse Hessian B keeps the magnitude of the identity.
+
+    The direction -B g_k is then as long as a gradient, which `inner` expects.
+    """
     return self.inner is not None and self.adaptive
 
   def init(self, params: optax.Params) -> DimReduceState:
@@ -242,14 +249,15 @@ class _DimReduce:
   ) -> tuple[optax.Updates, DimReduceState]:
     if self.max_search is not None:
       value, value_fn = _checked_loss(value, value_fn)
-    # Masks the gradients among the extra arguments as `updates` are masked.
+    # If `optax.masked` hides leaves of `updates`, gradients among the extra arguments must lack
+    # these leaves, too.
     _, extra = _extra_args.map_gradients(lambda g: g, updates, extra_args)
     extra |= {"value": value, "value_fn": value_fn}
     extra = {name: argument for name, argument in extra.items() if argument is not None}
     groups = _groups.find_groups(params, self.groups, _METHOD)
 
     def through_inner(changes: optax.Updates) -> tuple[optax.Updates, optax.OptState]:
-      """The inner optimizer's updates for changes of the params, and its new state."""
+      """Returns the updates and the new state of `inner`, called with -changes as gradient."""
       narrow = jax.tree.map(lambda p, x: x.astype(p.dtype), params, changes)
       if self.inner is None:
         return narrow, None
@@ -265,12 +273,14 @@ class _DimReduce:
     finite = jnp.all(_finiteness.finite_entries(g_k))
     quasi = _quasi_newton.find_direction(state, g_k, self.adaptive, self.rescales)
     q = self.gamma * state.projected_momentum + g_k
-    # XLA 15: selected before it is used, or CPUs compute it twice, from a copy of the old momentum.
+    # XLA 15: `where` selects the momentum before its use. Otherwise XLA for CPUs computes the new
+    # momentum twice, from a copy of the old one.
     momentum = jax.tree.map(
       lambda m, g: jnp.where(finite, self.gamma * m + g.astype(m.dtype), m),
       *(state.momentum, updates),
     )
-    # The two parts of the step in the subspace: M exceeds the residual momentum by P' q.
+    # The step in the subspace is P' (t d_k + alpha q). The step with M instead of the residual
+    # momentum M - P' q subtracts alpha P' q too much.
     columns = quasi.direction, alpha * q
     if self.max_search is None:
       search = _quasi_newton.Search.begin(quasi.usable.astype(g_k.dtype))
@@ -280,7 +290,7 @@ class _DimReduce:
       lifted = lift(jnp.stack(columns, axis=1))
       search = self._search(quasi, updates, params, lifted, extra, through_inner)
       t = search.accepted
-      # Multiplying by t = 0 is not enough: the direction may overflow.
+      # `where`, since 0 times a direction that overflowed to infinity is NaN.
       inside = jax.tree.map(lambda x: jnp.where(t > 0, t.astype(x.dtype) * x[0], 0) + x[1], lifted)
     moves = jax.tree.map(
       lambda x, m: jnp.where(finite, x - jnp.asarray(alpha, m.dtype) * m, 0), inside, momentum
@@ -290,7 +300,7 @@ class _DimReduce:
 
     step = search.accepted * quasi.direction
     if self.rescales:
-      # The distance that the params moved, which changed the gradient.
+      # B must learn from the distance that the params moved. `inner` decides this distance.
       step = quasi.scale * _project(state, changes, groups)
     learned: dict[str, _types.OptState] = self._learn(
       state, quasi, search, step, _arrays.sum_squares_of_tree(updates)
@@ -316,20 +326,24 @@ class _DimReduce:
     extra: _types.ExtraArgs,
     through_inner: Callable[[optax.Updates], tuple[optax.Updates, optax.OptState]],
   ) -> _quasi_newton.Search:
-    """The line search along the direction, the first column of `lifted`."""
+    """Runs the line search along the direction, and returns its last state.
+
+    Each leaf of `lifted` has P' d_k in its first row.
+    """
     value, dtype, possible = extra["value"], quasi.gradient.dtype, quasi.usable
     start, offset = value.astype(dtype), jnp.zeros([], dtype)
     slope = jnp.sum(quasi.gradient * quasi.direction)
 
     def trial(length: jax.Array) -> tuple[jax.Array, jax.Array]:
-      """The loss after a step of this length, and its linear change."""
+      """Returns the loss after a step of this length, and its linear change."""
       step = jax.tree.map(lambda x: length.astype(x.dtype) * x[0], lifted)
       changes, _ = through_inner(step)
       change = _inner_product(updates, changes) if self.rescales else length * slope
       return extra["value_fn"](optax.apply_updates(params, changes)), change - offset
 
     if self.rescales:
-      # The inner momentum moves the params even if no length is accepted.
+      # The momentum of `inner` moves the params even with the length 0, so trials are compared with
+      # the loss at this length.
       start, offset = trial(offset)
       start, offset = start.astype(dtype), offset.astype(dtype)
     if self.adaptive:
@@ -345,7 +359,8 @@ class _DimReduce:
       resolution=float(jnp.finfo(value.dtype).eps) if self.adaptive else None,
     )
     search = search._replace(notfinite=_arrays.increment_if(~jnp.isfinite(start), search.notfinite))
-    # The inner learning rate bounds the steps; Adam's do not grow with the gradient.
+    # `short` would let the next search try lengths above 1. The learning rate of `inner` bounds the
+    # steps instead: Adam's steps, for example, do not grow with the gradient.
     return search if self.inner is None else search._replace(short=jnp.asarray(False))
 
   def _learn(
@@ -356,10 +371,10 @@ class _DimReduce:
     step: jax.Array,
     squares: jax.Array,
   ) -> dict[str, jax.Array]:
-    """The fields of the state that a finite gradient changes, without momenta and inner state."""
+    """Returns new values of the state's fields for B, for the search, and for the metrics."""
     moved = search.accepted > 0
     failed = (search.tried > 0) & ~moved if self.adaptive else jnp.asarray(False)
-    # B restarts if its direction overflows, or if no step along it was accepted.
+    # B becomes the identity if its direction overflowed, or if no step along it was accepted.
     restarts = ~quasi.usable | failed
     old_or_identity = jnp.where(
       restarts, _linalg.identities(state.inverse_hessian), state.inverse_hessian
@@ -369,7 +384,7 @@ class _DimReduce:
     rejected, next_rho = ~moved, state.next_rho
     if self.adaptive:
       rejected &= jnp.any(quasi.gradient != 0)
-      # The length with which a step along this gradient is as long as the last accepted step.
+      # A step of this length along the gradient is as long as the last accepted step.
       length = jnp.sqrt(squared_step / squared_gradient)
       next_rho = _quasi_newton.next_step(search, quasi.first, quasi.steepest, length, self.rho)
     return {
@@ -385,7 +400,7 @@ class _DimReduce:
 
 
 def _project(state: DimReduceState, g: optax.Updates, groups: _groups.SubspaceGroups) -> jax.Array:
-  """P g, [G, k]."""
+  """Returns the projected gradient P g, [G, k]."""
   if not jax.tree.leaves(g):
     return jnp.zeros_like(state.projected_gradient)
   projected = _linalg.products(state.basis, g, groups)
@@ -395,7 +410,7 @@ def _project(state: DimReduceState, g: optax.Updates, groups: _groups.SubspaceGr
 def _checked_loss(
   value: jax.typing.ArrayLike | None, value_fn: _types.Closure | None
 ) -> tuple[_types.FloatScalar, _types.Closure]:
-  """The extra arguments of a line search: the loss at the params, and a function for the loss."""
+  """Returns `value` and `value_fn` with losses as arrays; raises an error if one is missing."""
   purpose = "the loss at the params, on the current batch"
   loss: Any = _extra_args.require_extra(value, "value", _METHOD, purpose)
   purpose = "a function from params to the loss on the current batch"
@@ -407,7 +422,7 @@ def _checked_loss(
 
 
 def _scalar(value: jax.typing.ArrayLike, requirement: str) -> _types.FloatScalar:
-  """A loss as a floating-point array; TypeError if it is not a real scalar."""
+  """Returns a loss as a floating-point array; raises TypeError if it is not a real scalar."""
   number = _checks.is_any_array(value) or isinstance(value, numbers.Real)
   if not number or jnp.shape(value) != () or not jnp.isrealobj(value):
     got = f"an array of shape {jnp.shape(value)}" if number else _checks.shorten(value)
@@ -419,9 +434,9 @@ def _scalar(value: jax.typing.ArrayLike, requirement: str) -> _types.FloatScalar
 def _show_nonfinite(
   finite: _types.BoolScalar, changes: optax.Updates, gradient: optax.Updates
 ) -> optax.Updates:
-  """If the gradient is not finite: NaN in its bad entries, zero in all others.
+  """Returns `changes` if `finite`, else NaN where a gradient entry is not finite, and 0 elsewhere.
 
-  ``optax.apply_if_finite`` sees the NaNs.
+  ``optax.apply_if_finite`` skips a step whose updates have NaNs.
   """
 
   def show(u: jax.Array, g: jax.Array) -> jax.Array:
@@ -432,8 +447,8 @@ def _show_nonfinite(
 
 
 def _inner_product(a: optax.Updates, b: optax.Updates) -> _types.FloatScalar:
-  """The inner product of two trees, in at least float32."""
+  """Returns the inner product of two trees, in at least float32."""
   dtype = _arrays.widest_dtype((a, b))
-  # `optax.tree.vdot` reshapes leaves, also those that are sharded.
+  # `optax.tree.vdot` is not used, since it flattens each leaf, even if the leaf is sharded.
   by_leaf = jax.tree.map(lambda x, y: jnp.sum(x.astype(dtype) * y.astype(dtype)), a, b)
   return jax.tree.reduce(jnp.add, by_leaf, jnp.zeros([], dtype))

@@ -26,14 +26,15 @@ def fit_subspace(
   .. math::
     C = X - \bar{x}, \qquad C C^\top = U \Sigma^2 U^\top, \qquad B = \Sigma_k^{-1} U_k^\top C
 
-  The eigenvectors of the snapshots' m x m Gram matrix give the components; one Rayleigh-Ritz step
-  then restores the digits that squaring lost. In float32, components with less than 1e-7 of the
-  first one's variance are less exact. Components with less than 1e-10 are rounding errors, and
-  asking for them is an error. Sharded params are not gathered: only matrices of m or k rows and
-  columns move between devices.
+  The eigenvectors of the Gram matrix of the m snapshots give the components. One Rayleigh-Ritz step
+  then restores the digits that were lost because the Gram matrix has squares. In float32,
+  components whose variance is below 1e-7 of the first component's variance are less exact. Below
+  1e-10 they are rounding errors, and `fit_subspace` raises an error. Sharded params are not
+  gathered: only matrices of m or k rows and columns move between devices.
 
-  Inside ``jit`` nothing is refused: snapshots that are not finite are left out, and if there are
-  fewer directions than `components`, the last rows of the basis are zero.
+  Inside ``jit``, `fit_subspace` raises no error for the values of snapshots: it leaves out
+  snapshots that are not finite, and if the snapshots span fewer directions than `components`, the
+  last rows of the basis are zero.
 
   Args:
     snapshots: the state of a chain with :func:`record_trajectory`; a stacked tree, whose leaves
@@ -42,9 +43,9 @@ def fit_subspace(
       snapshots, of which about three are in memory. Other iterables are held as a whole.
     components: k, the dimension of the subspace; less than the number of snapshots. Static. Raising
       it explains more of the gradient, and takes more memory and time.
-    key: None: the exact components. A key or an integer seed: components of k + 10 random
-      combinations of the snapshots, after one power iteration. They need no m x m matrix, whose
-      cost dominates for m in the hundreds, and are as good if the variances decay.
+    key: None: computes the exact components. A key or an integer seed: computes the components of
+      k + 10 random combinations of the snapshots, after one power iteration. This avoids the m x m
+      matrix, whose cost dominates for m in the hundreds, and is as good if the variances decay.
     dtype: a floating dtype in which the basis is stored. It is computed in float32 or wider. In
       bfloat16 its rows are orthonormal to 3 digits only.
     groups: as in :func:`dim_reduce`; each group of leaves and layers is fitted separately. None:
@@ -96,7 +97,11 @@ def _fit(
   dtype: _types.Dtype,
   groups: _groups.SubspaceGroups,
 ) -> tuple[_subspace.Subspace, jax.Array, _types.IntScalar, _types.FloatScalar]:
-  """The subspace, flags of the snapshots that are not finite, the rank, the sum of squares."""
+  """Computes the subspace of all blocks of snapshots.
+
+  Returns the subspace, a flag for each snapshot that is not finite, the number of directions in
+  which the snapshots differ in each group, and the sum of squares of the centred snapshots.
+  """
   centred = _pca.Centred(blocks)
   m, sketch = len(centred.bad), None
   _check_enough(m, components)
@@ -121,7 +126,7 @@ _jitted_fit = jax.jit(_fit, static_argnums=(2, 3, 4))
 
 
 def _check_enough(count: int, components: int) -> None:
-  """Raises ValueError for too few snapshots."""
+  """Raises ValueError unless there are more snapshots, `count`, than components."""
   if count <= components:
     raise ValueError(
       f"{components} components need at least {components + 1} snapshots, since their mean takes"

@@ -15,7 +15,7 @@ Plan: TypeAlias = _layer_groups.Groups | _layer_axes.LayerAxes | None
 
 @dataclasses.dataclass(frozen=True)
 class LeafGroups:
-  """The group of each layer of a leaf; a leaf without axes of layers is one layer."""
+  """The number of the group of each layer of a leaf. A leaf without axes of layers is one layer."""
 
   axes: tuple[int, ...]  # the axes of layers
   numbers: tuple[int, ...]  # the group of each layer, in the order of the axes
@@ -23,14 +23,17 @@ class LeafGroups:
 
 @dataclasses.dataclass(frozen=True)
 class SubspaceGroups:
-  """The groups of a tree's leaves, and how many groups there are."""
+  """The groups of all leaves of a tree, in the order of the leaves, and the number of groups."""
 
   leaves: tuple[LeafGroups, ...]
   number: int
 
 
 def check_groups(plan: Plan) -> None:
-  """Checks the argument `groups`; warns if it is the result of `layer_axes` without layers."""
+  """Raises an error if the argument `groups` is invalid.
+
+  Warns if `groups` is a result of `layer_axes` in which no leaf stacks layers.
+  """
   if not isinstance(plan, _layer_axes.LayerAxes):
     if plan is not None:
       _layer_groups.count_groups(plan)
@@ -43,7 +46,7 @@ def check_groups(plan: Plan) -> None:
 
 
 def find_groups(tree: _types.Tree, plan: Plan, method: str) -> SubspaceGroups:
-  """The group of each layer of each leaf.
+  """Returns the group of each layer of each leaf of `tree`.
 
   If `plan` is the result of `layer_axes`, layer i of all leaves is in group i, and leaves without
   layers are in the last group.

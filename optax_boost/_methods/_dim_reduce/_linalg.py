@@ -1,9 +1,10 @@
 r"""Small dense linear algebra on trees of stacked leaves, in at least float32.
 
-A stacked tree has leaves [m, *shape]. It stands for m vectors of n entries, its rows. Each of G
-groups of leaves and layers is a separate space, so the products of two stacked trees of m and l
-rows are [G, m, l]. These are small and not sharded. No leaf is reshaped or concatenated, so a
-sharded leaf stays on its devices, and only small matrices move between devices.
+A stacked tree has leaves [m, *shape] and represents m vectors of n entries, its rows. Each of G
+groups of leaves and layers is a separate space, so the inner products of the rows of two stacked
+trees of m and l rows are [G, m, l]. These matrices are small and not sharded. Large leaves are not
+reshaped or concatenated, so a sharded leaf stays on its devices, and only small matrices move
+between devices.
 """
 
 from collections.abc import Sequence
@@ -16,13 +17,16 @@ import numpy as np
 from optax_boost._foundation import _arrays, _placement, _trees, _types
 from optax_boost._methods._dim_reduce._groups import LeafGroups, SubspaceGroups
 
-# Full float32 on accelerators, which compute with fewer bits by default.
+# Computes products in full float32. By default, accelerators compute them with fewer bits.
 PRECISION = jax.lax.Precision.HIGHEST
 matmul = functools.partial(jnp.matmul, precision=PRECISION)
 
 
 def products(a: _types.Tree, b: _types.Tree, groups: SubspaceGroups) -> jax.Array:
-  """``A B'`` of two stacked trees, [G, k, m]; [G, k] if `b` is not stacked."""
+  """Returns the inner products of the k rows of `a` and the m rows of `b`, [G, k, m].
+
+  If `b` is a tree that is not stacked, the result is [G, k].
+  """
   dtype = _arrays.widest_dtype((a, b))
   a_leaves = [x.astype(dtype) for x in jax.tree.leaves(a)]
   b_leaves = [x.astype(dtype) for x in jax.tree.leaves(b)]
@@ -34,7 +38,7 @@ def products(a: _types.Tree, b: _types.Tree, groups: SubspaceGroups) -> jax.Arra
       by_layer += [_contract(a_leaves[i], b_leaves[i], leaf_groups.axes) for i in indices]
       numbers += len(indices) * leaf_groups.numbers
     else:
-      # XLA 9: one product for all of them, as CPUs compile each product separately.
+      # XLA 9: one product for all leaves of the chunk, as CPUs compile each product separately.
       b_is_stacked = b_leaves[indices[0]].ndim == a_leaves[indices[0]].ndim
       a_joined = jnp.stack([a_leaves[i] for i in indices], 1)
       b_joined = jnp.stack([b_leaves[i] for i in indices], int(b_is_stacked))
@@ -44,13 +48,16 @@ def products(a: _types.Tree, b: _types.Tree, groups: SubspaceGroups) -> jax.Arra
 
 
 def identities(matrices: jax.Array) -> jax.Array:
-  """An identity in place of each matrix of ``[G, k, k]``."""
+  """Returns G identity matrices with the shape [G, k, k] and the dtype of `matrices`."""
   identity = jnp.eye(matrices.shape[-1], dtype=matrices.dtype)
   return jnp.broadcast_to(identity, matrices.shape)
 
 
 def _contract(rows: jax.Array, leaf: jax.Array, layers: tuple[int, ...]) -> jax.Array:
-  """The products of rows and a leaf of L layers, [L, k, m] or [L, k], not sharded."""
+  """Returns the inner products of k rows and a leaf, in each of the leaf's L layers; not sharded.
+
+  The result is [L, k, m] if `leaf` has m stacked rows, and [L, k] if it is not stacked.
+  """
   is_stacked = leaf.ndim == rows.ndim
   within_layer = [axis for axis in range(rows.ndim - 1) if axis not in layers]
   contracted = (
@@ -61,7 +68,8 @@ def _contract(rows: jax.Array, leaf: jax.Array, layers: tuple[int, ...]) -> jax.
   mesh = jax.typeof(rows).sharding.mesh
   out = None
   if jax.sharding.AxisType.Explicit in mesh.axis_types:
-    # JAX asks how a sum over a sharded axis is sharded: all devices need it.
+    # With Explicit axes, `dot_general` must be told how a sum over a sharded axis is sharded. Every
+    # device needs the whole sum.
     out = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
   result = jax.lax.dot_general(
     rows,
@@ -77,8 +85,12 @@ def _contract(rows: jax.Array, leaf: jax.Array, layers: tuple[int, ...]) -> jax.
 def _sum_by_group(
   by_layer: Sequence[jax.Array], numbers: Sequence[int], groups: SubspaceGroups
 ) -> jax.Array:
-  """Sums the products of the layers of each group, [G, k, m] or [G, k]; `numbers`: their groups."""
-  # XLA 2: a contraction, since each leaf's loop would compute a sum over leaves again.
+  """Sums `by_layer`, the products of layers, in each group: [G, k, m] or [G, k].
+
+  `numbers` holds the group of each layer, in the order of the layers in `by_layer`.
+  """
+  # XLA 2: a contraction, since XLA would fuse a sum over leaves into the loop of each leaf and
+  # compute the sum again there.
   joined = jnp.concatenate(by_layer)
   member = np.equal.outer(np.arange(groups.number), np.array(numbers, int))
   return jnp.tensordot(jnp.asarray(member, joined.dtype), joined, 1, precision=PRECISION)
@@ -87,10 +99,10 @@ def _sum_by_group(
 def combine(
   coefficients: jax.Array, rows: _types.SameTree, groups: SubspaceGroups
 ) -> _types.SameTree:
-  """Combines k rows linearly; each layer has the coefficients of its group.
+  """Returns linear combinations of k rows; each layer uses the coefficients of its group.
 
-  Coefficients [G, c, k] give a stacked tree of c rows, [G, k] a tree that is not stacked; both in
-  at least float32.
+  Coefficients [G, c, k] return a stacked tree of c rows, coefficients [G, k] a tree that is not
+  stacked. Leaves of the result have at least float32.
   """
 
   def combine_leaf(x: jax.Array, leaf_groups: LeafGroups) -> jax.Array:

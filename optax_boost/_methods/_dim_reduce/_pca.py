@@ -5,9 +5,10 @@ r"""Principal component analysis of m snapshots of n numbers, read in blocks; m 
   G = U diag(s^2) U'              s: singular values of C, descending
   B = diag(1/s) U' C     [k, n]   the first k rows: the components
 
-G has the squared condition number of C. So its eigenvectors for s below sqrt(eps) s_1 mix, and the
-rows of B are not orthogonal. Therefore l rows are taken, a few more than k, and orthonormalized. A
-Rayleigh-Ritz step, an SVD of C B' [m, l], which squares nothing, then corrects them.
+The condition number of G is the square of that of C. So eigenvectors of G whose s is below
+sqrt(eps) s_1 are inaccurate mixtures, and the rows of B are not orthogonal. Therefore the algorithm
+takes l rows, a few more than k, and makes them orthonormal. Then a Rayleigh-Ritz step corrects the
+rows by an SVD of C B' [m, l], whose condition number is not squared.
 
 A worked example with m = 3 and n = 2. The snapshots lie on a line in the direction (0.6, 0.8):
 
@@ -21,16 +22,16 @@ A worked example with m = 3 and n = 2. The snapshots lie on a line in the direct
   >>> _products(rows, rows, one_group)[0].tolist()  # G
   [[25.0, 0.0, -25.0], [0.0, 0.0, 0.0], [-25.0, 0.0, 25.0]]
 
-G has the eigenvalue s^2 = 50 with the eigenvector (-1, 0, 1) / sqrt(2). Its combination of the rows
-is (6, 8) / sqrt(2), and divided by s it is (0.6, 0.8):
+G has the eigenvalue s^2 = 50 with the eigenvector (-1, 0, 1) / sqrt(2). The rows, combined with
+these coefficients, are (6, 8) / sqrt(2), which divided by s is (0.6, 0.8):
 
   >>> pca = principal_components([rows], k=1, sketch=None, groups=one_group)
   >>> [round(x, 3) for x in pca.rows[0].tolist()], round(float(pca.variances[0, 0]), 3)
   ([0.6, 0.8], 50.0)
 
-The randomized form takes a sketch Q' C with l rows, far fewer than m, in place of G, with one power
-iteration. Source: Halko, Martinsson, Tropp, "Finding Structure with Randomness", SIAM Review 53
-(2011).
+The randomized form avoids G: it reduces C to a sketch Q' C of l rows, far fewer than m, after one
+power iteration, and analyses the sketch. Source: Halko, Martinsson, Tropp, "Finding Structure with
+Randomness", SIAM Review 53 (2011).
 
 Each of G groups of leaves and layers is analysed by itself: m x m matrices are [G, m, m].
 """
@@ -49,7 +50,7 @@ from optax_boost._methods._dim_reduce import _linalg, _snapshot_blocks
 from optax_boost._methods._dim_reduce._groups import SubspaceGroups
 from optax_boost._methods._dim_reduce._linalg import matmul
 
-# The number l - k of extra directions, of which the last are inaccurate.
+# The number l - k of extra directions: the last of the l directions are inaccurate.
 GUARD = 8
 
 _combine = jax.jit(_linalg.combine, static_argnums=2)
@@ -57,7 +58,7 @@ _products = jax.jit(_linalg.products, static_argnums=2)
 
 
 class Components(NamedTuple):
-  """Components of G groups, with their variances."""
+  """The first k principal components of each of G groups, with their variances."""
 
   # A stacked tree of k orthonormal rows, which are zero beyond the rank of a group's snapshots.
   rows: optax.Params
@@ -66,9 +67,10 @@ class Components(NamedTuple):
 
 
 class Centred:
-  """Iterates over blocks of snapshots minus their mean, several times if needed.
+  """Iterates over blocks of centred snapshots, that is, snapshots minus the mean of all snapshots.
 
-  Rows that are not in use, and *bad* rows, which are not finite, become zero.
+  May be iterated over several times. Rows of a block that are not in use, and *bad* rows, which are
+  not finite, become zero.
   """
 
   def __init__(self, blocks: Iterable[_snapshot_blocks.Block]) -> None:
@@ -79,8 +81,8 @@ class Centred:
       finite = _finite_rows(rows)
       good = used & finite
       if not self._good:
-        # Snapshots differ little, so their distances to the first one are small and exact, and the
-        # mean of the distances too. The mean of the snapshots would be rounded to their size.
+        # The rounding error of a mean grows with the numbers. Snapshots are large but differ
+        # little, so the mean of their small distances to the first snapshot is more exact.
         self._origin = _first_row(rows, good)
         total = zero = jax.tree.map(jnp.zeros_like, self._origin)
       distances = _distances(rows, good, self._origin, zero)
@@ -95,18 +97,18 @@ class Centred:
     def centre(block: _snapshot_blocks.Block, good: jax.Array) -> optax.Params:
       return _distances(block[0], good, self._origin, self._shift)
 
-    # Not a generator, whose variables would keep the last block in memory.
+    # `map` instead of a generator, whose local variables would keep the last block in memory.
     return map(centre, self._blocks, self._good)
 
 
 @jax.jit
 def _finite_rows(rows: optax.Params) -> jax.Array:
-  """Which rows of a stacked tree hold finite numbers only: [m], bool."""
+  """Returns for each row of a stacked tree whether all its numbers are finite: [m], bool."""
   by_leaf = [
     jnp.all(_finiteness.finite_entries(x), axis=range(1, x.ndim)) for x in jax.tree.leaves(rows)
   ]
-  # XLA 2: counted by a contraction, since each leaf's loop would compute `all` again, and hundreds
-  # of leaves would compile for long.
+  # XLA 2: a contraction counts the finite leaves. XLA would fuse `all` over leaves into the loop of
+  # each leaf, and hundreds of leaves would compile for long.
   flags = jnp.stack(by_leaf).astype(jnp.float32)
   return matmul(jnp.ones(len(by_leaf)), flags) == len(by_leaf)
 
@@ -138,7 +140,7 @@ def _distances(
 def principal_components(
   centred: Iterable[optax.Params], k: int, sketch: jax.Array | None, groups: SubspaceGroups
 ) -> Components:
-  """The first k components of m > k centred snapshots.
+  """Returns the first k components of m > k centred snapshots, which `centred` yields in blocks.
 
   `sketch` has [m, l] normal numbers for the randomized form; None chooses the exact form.
   """
@@ -171,19 +173,20 @@ def principal_components(
 
 
 def _leading_directions(gram: jax.Array, count: int) -> jax.Array:
-  """The eigenvectors of the largest eigenvalues, one per row, that of the largest first."""
+  """Returns the eigenvectors of the `count` largest eigenvalues as rows, the largest first."""
   _, vectors = jnp.linalg.eigh(gram)
   return vectors[..., ::-1][..., :count].mT
 
 
 def _orthonormalizer(gram: jax.Array) -> jax.Array:
-  """A matrix T such that T X has orthonormal rows, from the Gram matrix [G, l, l] of X.
+  """Returns a matrix T such that T X has orthonormal rows, from the Gram matrix [G, l, l] of X.
 
-  Combinations shorter than sqrt(1000 eps) of their rows, 1 % in float32, count as rounding errors
-  and become zero.
+  A combination of X's rows, each scaled to length one, that is shorter than sqrt(1000 eps), 1 % in
+  float32, counts as a rounding error: its row of T is zero.
   """
   norms = jnp.sqrt(jnp.diagonal(gram, axis1=-2, axis2=-1))
-  # Scaled to unit length first: rows of very different lengths are then nearly orthogonal, too.
+  # Rows are first scaled to length one. Otherwise T X would be less orthogonal if the lengths of
+  # rows of X differ much.
   scale = _inverse(norms, norms > 0)
   squares, vectors = jnp.linalg.eigh(gram * scale[:, :, None] * scale[:, None, :])
   lengths = jnp.sqrt(jnp.maximum(squares, 0))
@@ -208,17 +211,18 @@ def _rayleigh_ritz(
   k: int,
   groups: SubspaceGroups,
 ) -> Components:
-  """The components in the span of the l rows of `basis`, which are nearly orthonormal or zero.
+  """Returns the k components in the span of l rows, `basis`, which are nearly orthonormal or zero.
 
-  `coordinates` are the products of the centred snapshots and these rows. A component whose singular
-  value is below 100 eps of the first one's is a rounding error: it and its variance become zero.
+  `coordinates` are the inner products of the rows of `basis` with the centred snapshots. Components
+  whose singular value is below 100 eps times the largest are rounding errors and become zero.
   """
   exact = _orthonormalizer(_linalg.products(basis, basis, groups))
   _, singular, right = jnp.linalg.svd(matmul(coordinates, exact.mT), full_matrices=False)
   singular, right = singular[:, :k], right[:, :k]
   real = singular > 100 * jnp.finfo(singular.dtype).eps * singular[:, :1]
   rotation = jnp.where(real[..., None], matmul(right, exact), 0)
-  # The sign of each component is such that its entries in each group have a positive sum.
+  # Signs of components are arbitrary. They are chosen such that the entries of each component have
+  # a positive sum in each group.
   ones = jax.tree.map(lambda x: jnp.ones_like(x[0]), basis)
   sums = jnp.sum(rotation * _linalg.products(basis, ones, groups)[:, None], axis=-1)
   rows = _linalg.combine(jnp.where(sums < 0, -1, 1)[..., None] * rotation, basis, groups)

@@ -1,4 +1,4 @@
-r"""The k x k part of quasi-Newton steps in a subspace, and their line search.
+r"""Computes quasi-Newton steps in a subspace of k dimensions: direction, line search, BFGS.
 
   B    approximation of the inverse Hessian in the subspace, k x k
   g_k  projected gradient, k; y its change since the last step that was accepted
@@ -8,7 +8,7 @@ BFGS, with T = I - y s' / y's:
 
   B <- T' B T + s s' / y's
 
-The new B maps y to s: along the last step it is the exact inverse of the curvature that the two
+The new B maps y to s. So along the last step, B is the exact inverse of the curvature that the two
 gradients show.
 
 A worked example with k = 2. In the subspace the loss is f(w) = w_1^2 / 2 + 2 w_2^2, whose Hessian
@@ -30,7 +30,8 @@ change is -17 times the length, and with sigma = 0.4 the loss must fall by 0.4 t
   (0.25, 3)
 
 So w is (0.75, 0) and its gradient (0.75, 0). The next step updates B with s = (-0.25, -1) and
-y = (-0.25, -4). It does so from B = 0.25 I, the length that suited steepest descent:
+y = (-0.25, -4). The update starts from B = 0.25 I, since 0.25 is the length that the search found
+for steepest descent:
 
   >>> s, y = search.accepted * direction, jnp.array([-0.25, -4.0])
   >>> b, updated = bfgs_update(0.25 * jnp.eye(2), s, y, min_curvature=0.0)
@@ -61,14 +62,14 @@ def bfgs_update(
   gradient_change: jax.Array,
   min_curvature: float,
 ) -> tuple[jax.Array, _types.BoolScalar]:
-  """Updates B [k, k] by s and y; returns also whether the update was made.
+  """Updates the inverse Hessian B [k, k] by `step` s and `gradient_change` y.
 
-  The update is skipped if ``y's`` is at most `min_curvature`, or if the result is not finite. So B
-  stays positive definite.
+  Returns the new B and True. If ``y's`` is at most `min_curvature` or the new B is not finite,
+  returns the old B and False, so that B stays positive definite.
   """
   curvature = matmul(gradient_change, step)
   enough = curvature > min_curvature
-  # The inner `where` keeps the untaken case from dividing by zero.
+  # `where` inside of the division avoids a division by zero if there is no update.
   p = 1 / jnp.where(enough, curvature, 1)
   t = jnp.eye(step.size, dtype=step.dtype) - p * jnp.outer(gradient_change, step)
   new = matmul(t.T, matmul(inverse_hessian, t)) + p * jnp.outer(step, step)
@@ -77,7 +78,7 @@ def bfgs_update(
 
 
 class Direction(NamedTuple):
-  """A step in the subspace of G groups, before its length is known."""
+  """The direction of a step in the subspaces of G groups; a line search finds the length."""
 
   gradient: jax.Array  # g_k, [G, k]
   inverse_hessian: jax.Array  # B, updated, [G, k, k]
@@ -91,11 +92,10 @@ class Direction(NamedTuple):
 def find_direction(
   state: DimReduceState, gradient: jax.Array, adaptive: bool, rescales: bool
 ) -> Direction:
-  """Updates B by the last accepted step, and computes the direction -B g_k.
+  """Updates the inverse Hessian B by the last accepted step; returns the direction -B g_k.
 
-  If `adaptive`, a direction that does not descend is replaced by steepest descent. If `rescales`, B
-  starts as the identity and keeps its magnitude, so that directions are as long as gradients: an
-  inner optimizer expects these units.
+  If `adaptive`, steepest descent replaces a direction that does not descend. If `rescales`, B keeps
+  the magnitude of the identity, so the direction is as long as a gradient, as `inner` expects.
   """
   b, s, last_gradient = state.inverse_hessian, state.last_step, state.projected_gradient
   change, scale, length = gradient - last_gradient, state.inner_scale, state.accepted_rho
@@ -107,8 +107,9 @@ def find_direction(
     scale = jnp.where(begins, stiffness, scale)
     s = jnp.where(begins, stiffness * s, s)
   elif adaptive:
-    # The last step was one of steepest descent. The first update starts from the identity times its
-    # length, so that the length 1 also suits directions that B has not learned.
+    # If B is still the identity, the last step was one of steepest descent. The first update of B
+    # starts from the identity times that step's length, so that the length 1 also suits directions
+    # for which B has no curvature yet.
     b = jnp.where(is_fresh & (length > 0), length, 1) * b
   least = 0.0 if adaptive else 1e-20  # as in MindSpore
   updated, _ = jax.vmap(bfgs_update, (0, 0, 0, None))(b, s, change, least)
@@ -131,25 +132,26 @@ def find_direction(
 
 
 def ratio(numerator: jax.Array, denominator: jax.Array) -> jax.Array:
-  """The ratio, or 0 unless the denominator is positive."""
+  """Returns numerator / denominator if the denominator is positive, else 0."""
   positive = denominator > 0
   return jnp.where(positive, numerator / jnp.where(positive, denominator, 1), 0)
 
 
 class Search(NamedTuple):
-  """State of a line search, and its result."""
+  """The state of a line search after some trials; the last state is the result."""
 
   accepted: _types.FloatScalar  # the accepted length, 0 if there is none
   tried: _types.IntScalar  # the number of lengths tried
-  notfinite: _types.IntScalar  # how many of their losses were not finite
+  notfinite: _types.IntScalar  # the number of trials whose loss was not finite
   step: _types.FloatScalar  # the next length to try
-  hidden: _types.BoolScalar  # whether the last linear change was below the losses' rounding errors
-  # Whether a parabola through the last loss has its minimum at the last length or beyond.
+  hidden: _types.BoolScalar  # whether the last linear change was below the loss's rounding error
+  # Whether a longer step may be better: a parabola through the first and the last loss, with the
+  # known slope, has its minimum at the last length or beyond.
   short: _types.BoolScalar
 
   @classmethod
   def begin(cls, first: jax.Array) -> "Search":
-    """A search that has tried nothing."""
+    """Returns the state of a search that has tried no length and will try `first`."""
     zero, no = jnp.zeros([], jnp.int32), jnp.zeros([], bool)
     return cls(jnp.zeros_like(first), zero, zero, first, no, no)
 
@@ -164,11 +166,12 @@ def backtrack(
   possible: _types.BoolScalar,
   resolution: float | None = None,
 ) -> Search:
-  """Tries the lengths first, first rho, first rho^2, ... until one lowers the loss enough.
+  """Tries the lengths first, first rho, first rho^2, ... until the loss falls enough below `value`.
 
-  `trial` returns the loss and the linear change at a length; a change above zero counts as zero. If
-  the change is below `resolution`, the relative rounding error of a loss, the search ends, and the
-  length is accepted unless the loss grows; None ignores rounding errors.
+  ``trial(length)`` returns the loss and its linear change. A loss is low enough if it is below
+  `value` plus `sigma` times the linear change; a positive change counts as zero. If the change is
+  below `resolution`, the relative rounding error of a loss, the search ends, and accepts the length
+  unless the loss grows; None ignores rounding errors. Returns the last state of the search.
   """
 
   def more(search: Search) -> jax.Array:
@@ -183,7 +186,7 @@ def backtrack(
     if resolution is not None:
       hidden = good & (jnp.abs(change) <= resolution * jnp.abs(value))
       enough |= hidden & (change < 0) & (loss <= value)
-    # At its minimum, a parabola has decreased by half of the linear change.
+    # From its start to its minimum, a parabola falls by half of the linear change.
     near_linear = value - loss >= (1 - 0.5 * rho) * jnp.abs(change)
     return Search(
       accepted=jnp.where(enough, search.step, 0),
@@ -204,12 +207,12 @@ def next_step(
   restart: _types.FloatScalar,
   rho: jax.typing.ArrayLike,
 ) -> _types.FloatScalar:
-  """The first length that the next search tries.
+  """Returns the first length that the next search tries.
 
-  It is the accepted length, or the next longer one if the first trial was accepted; longer than 1
-  only if `search.short`. If no trial was accepted, it is `restart`; but after steepest descent, it
-  is the next shorter length, the next longer one if rounding errors hid the change, or the same if
-  no loss was finite.
+  If `search` accepted its first trial, this is the accepted length / rho, above 1 only if
+  `search.short`. If `search` accepted a later trial, it is the accepted length. If no trial was
+  accepted, it is `restart`; but after steepest descent it is the next shorter length, or
+  `first` / rho if rounding errors hid the change, or `first` if no loss was finite.
   """
   longer = search.accepted / rho
   longer = jnp.where(search.short, longer, jnp.minimum(longer, 1))

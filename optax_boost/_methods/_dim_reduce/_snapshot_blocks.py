@@ -1,10 +1,10 @@
 """Reads snapshots of the params in blocks.
 
 Snapshots come as an optimizer state, as a stacked tree, as a list of trees, or as an iterable that
-loads them one by one, for example from checkpoints. Each is read as *blocks*: a block is a stacked
-tree of some snapshots, with a flag for each row that says whether the row is in use (a ring that is
-not full has unused rows). `_pca` iterates over the blocks several times. So an iterable is read
-several times, and only a few of its blocks are in memory.
+loads them one by one, for example from checkpoints. All four forms are read as *blocks*: a block is
+a stacked tree of some snapshots, with a flag for each row that says whether the row is in use (a
+ring that is not full has unused rows). `_pca` iterates over the blocks several times. So an
+iterable is read several times, and only a few of its blocks are in memory.
 
   >>> trees = [{"w": np.array(w)} for w in ([0.0, 0.0], [3.0, 4.0], [6.0, 8.0])]
   >>> [((rows, used),), first] = read(trees, size=2)
@@ -32,12 +32,15 @@ import optax
 from optax_boost._foundation import _checks, _masks, _tree_checks, _trees, _types
 from optax_boost._methods._dim_reduce import _trajectory
 
-# A stacked tree of snapshots, and for each of its rows whether it is in use.
+# A stacked tree of snapshots, and for each of its rows whether the row is in use.
 Block: TypeAlias = tuple[optax.Params, np.ndarray | jax.Array]
 
 
 def read(snapshots: Any, size: int) -> tuple[Iterable[Block], optax.Params]:
-  """Blocks of snapshots, and one snapshot. A streamed iterable has `size` snapshots in a block."""
+  """Returns blocks of snapshots, and one snapshot with the shapes and dtypes of all.
+
+  An iterable that can be iterated over again is read in blocks of `size` snapshots.
+  """
   if isinstance(snapshots, Iterator):
     snapshots = list(snapshots)
   if _trees.find_states(snapshots, _trajectory.TrajectoryState):
@@ -51,7 +54,7 @@ def read(snapshots: Any, size: int) -> tuple[Iterable[Block], optax.Params]:
       f" {_checks.shorten(jax.tree.structure(snapshots), 200)}. Add"
       " `optax_boost.record_trajectory` to its chain before training."
     )
-  # The fields of a named tuple are one tree.
+  # A named tuple is not a sequence of snapshots, but a tree.
   is_sequence = isinstance(snapshots, list | tuple) and not hasattr(snapshots, "_fields")
   if is_sequence or _is_streamed(snapshots):
     first = next(iter(snapshots), None)
@@ -71,14 +74,14 @@ def read(snapshots: Any, size: int) -> tuple[Iterable[Block], optax.Params]:
 
 
 def _is_state(node: _types.Tree) -> bool:
-  """Whether a node is a state of optax or of this package; ``MaskedNode`` doesn't count."""
+  """Returns whether a node is a state of optax or of this package; ``MaskedNode`` is none."""
   package = type(node).__module__.partition(".")[0]
   state = isinstance(node, tuple) and package in ("optax", "optax_boost")
   return state and not _masks.is_masked(node)
 
 
 def _is_streamed(snapshots: _types.Tree) -> bool:
-  """Whether the snapshots are an iterable that is not a pytree."""
+  """Returns whether the snapshots are an iterable that is neither a pytree nor an array."""
   if _checks.is_any_array(snapshots) or isinstance(snapshots, str | bytes):
     return False
   iterable = hasattr(snapshots, "__iter__") or hasattr(snapshots, "__getitem__")
@@ -86,7 +89,7 @@ def _is_streamed(snapshots: _types.Tree) -> bool:
 
 
 def _first(rows: optax.Params) -> optax.Params:
-  """The shapes and dtypes of one snapshot of a stacked tree."""
+  """Returns the shapes and dtypes of one snapshot of a stacked tree."""
   return jax.eval_shape(lambda: jax.tree.map(lambda x: x[0], rows))
 
 
@@ -99,14 +102,17 @@ class StreamedBlocks:
   size: int
 
   def __iter__(self) -> Iterator[Block]:
-    # Not a generator, whose variables would keep the last block in memory.
+    # `map` instead of a generator, whose local variables would keep the last block in memory.
     trees = iter(self.snapshots)
     blocks = iter(lambda: list(itertools.islice(trees, self.size)), [])
     return map(_stack, blocks, itertools.repeat(self.first), itertools.count(0, self.size))
 
 
 def _stack(trees: Sequence[optax.Params], first: optax.Params, start: int = 0) -> Block:
-  """Stacks snapshots of the shapes of `first`; `start` is the index of the first one."""
+  """Stacks snapshots to a block; raises ValueError if one differs from `first` in its shapes.
+
+  `start` is the index of the first snapshot in `trees`, for the error.
+  """
   for index, tree in enumerate(trees, start):
     if not _tree_checks.same_shapes(_checked(tree), first):
       got = _checks.shorten(jax.tree.map(jnp.shape, tree), 200)
@@ -118,7 +124,7 @@ def _stack(trees: Sequence[optax.Params], first: optax.Params, start: int = 0) -
       )
 
   def stack(*leaves: jax.typing.ArrayLike) -> jax.Array:
-    # NumPy arrays are joined on the host, and moved once.
+    # NumPy arrays are stacked on the host, so that only one array moves to the device.
     on_host = all(isinstance(x, np.ndarray) for x in leaves)
     return jnp.asarray(np.stack(leaves)) if on_host else jnp.stack(leaves)
 
@@ -126,7 +132,7 @@ def _stack(trees: Sequence[optax.Params], first: optax.Params, start: int = 0) -
 
 
 def _checked(tree: _types.SameTree) -> _types.SameTree:
-  """Returns the tree; raises an error if it has no leaf, or a leaf that is not floating-point."""
+  """Returns `tree`; raises an error if it has no leaf, or a leaf that is not floating-point."""
   if not jax.tree.leaves(tree):
     raise ValueError("`fit_subspace` needs snapshots with at least one leaf; got an empty tree.")
   advice = "Leave it out of the snapshots, and put `optax.masked` around `dim_reduce`."

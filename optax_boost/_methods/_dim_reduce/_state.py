@@ -1,4 +1,4 @@
-"""The state of :func:`dim_reduce`, and how a basis gets into it, in ``init`` and later."""
+"""The state of :func:`dim_reduce`, and functions that put a basis into this state."""
 
 import functools
 from typing import NamedTuple
@@ -41,15 +41,17 @@ class DimReduceState(NamedTuple):
     line_search_steps: scalar int32, the number of trials in the last step.
     accepted_rho: scalar float, the step length that the last step accepted, or 0.
     next_rho: scalar float, the first length that the next search tries, if `max_search` is "auto".
-    inner_scale: scalar float. With `inner` and `max_search="auto"` it is the mean curvature of the
-      loss along the first step that ``B`` learned from, and ``s`` is the distance times it. Else 1.
+    inner_scale: scalar float. With `inner` and `max_search="auto"`: the mean curvature of the loss
+      along the first step that ``B`` learned from; ``s`` is this curvature times the distance that
+      the params moved. Otherwise 1.
     curvature: scalar float, ``y's / s's`` of the last step: the mean curvature of the loss along
       the previous accepted step. If it is not positive, ``B`` was not updated.
     explained_gradient: scalar float, ``|P g|^2 / |g|^2`` of the last step: the share of the
       gradient that lies in the subspace, if the rows of the basis are orthonormal.
-    rejected_count: scalar int32, the steps that found no step length.
+    rejected_count: scalar int32, the number of steps whose search found no step length.
     refresh_count: scalar int32, the number of times that the subspace was replaced.
-    notfinite_count: scalar int32, the gradients, losses and new subspaces that were not finite.
+    notfinite_count: scalar int32, the number of gradients, losses and new subspaces that were not
+      finite.
   """
 
   basis: optax.Params
@@ -72,12 +74,13 @@ class DimReduceState(NamedTuple):
 
 
 def basis_like(subspace: _subspace.Subspace, params: optax.Params) -> optax.Params:
-  """Copies the basis for the leaves that the params have, sharded as they are.
+  """Returns a copy of the basis for the leaves of `params`, sharded as these leaves are.
 
-  bfloat16 stays, other dtypes are widened to at least float32. ValueError for other params' basis.
+  The copy has the basis's dtype if it is bfloat16, otherwise at least float32. Raises ValueError if
+  the basis does not fit the params.
   """
   targets = jax.tree.leaves(params, is_leaf=_masks.is_masked)
-  # If the trees don't match, no leaf has rows.
+  # If the trees don't match, each leaf counts as one without rows, which raises the error below.
   rows = _masks.leaves_like(subspace.basis, params) or [optax.MaskedNode()] * len(targets)
   pairs = [(r, p) for r, p in zip(rows, targets, strict=True) if not _masks.is_masked(p)]
   if any(_masks.is_masked(r) for r, _ in pairs):
@@ -100,12 +103,15 @@ def basis_like(subspace: _subspace.Subspace, params: optax.Params) -> optax.Para
 
 
 def warn_of_long_rows(basis: optax.Params, groups: _groups.SubspaceGroups) -> None:
-  """Warns if rows are longer than 1 within a group, as after a fit with other `groups`."""
+  """Warns if rows of the basis are longer than 1 within a group.
+
+  They are if the subspace was fitted with other `groups`.
+  """
   leaves = jax.tree.leaves(basis)
   if any(isinstance(x, jax.core.Tracer) for x in leaves) or not any(x.size for x in leaves):
     return
   squares = jnp.diagonal(_products(basis, basis, groups), axis1=1, axis2=2)
-  # Rounding to bfloat16 may make them longer than 1.
+  # A row of length 1 may be longer after rounding to bfloat16, so the bound is 1.05.
   if _placement.is_whole_here(squares) and (longest := np.sqrt(np.max(squares))) > 1.05:
     _warnings.warn(
       f"`{METHOD}` needs a basis of rows that are orthonormal within each group; got rows of length"
@@ -125,9 +131,10 @@ def refresh_subspace(
   The residual momentum does not change; the quasi-Newton matrix starts from the identity.
 
   Args:
-    opt_state: the state of any chain with :func:`dim_reduce`. If it has several, all are renewed.
-    subspace: the new subspace, of the same number of components. If it is not finite, the old one
-      stays, and `notfinite_count` grows.
+    opt_state: the state of any chain with :func:`dim_reduce`. If the chain has several, all of
+      their subspaces are replaced.
+    subspace: the new subspace, with the same number of components as the old one. If the new
+      subspace is not finite, the old one stays, and `notfinite_count` grows.
     groups: the argument `groups` of :func:`dim_reduce`.
 
   Returns:
@@ -165,7 +172,8 @@ def refresh_subspace(
       )
     basis = basis_like(subspace, node.momentum)
     warn_of_long_rows(basis, new_groups)
-    # An NNX optimizer wraps each array in a variable.
+    # An NNX optimizer wraps each array of its state in a variable. Unflattening the leaves puts the
+    # new arrays into such variables.
     leaves = jax.tree.leaves(_renew(node, basis, new_groups))
     return jax.tree.unflatten(jax.tree.structure(node), leaves)
 
@@ -181,7 +189,10 @@ def refresh_subspace(
 def _renew(
   state: DimReduceState, basis: optax.Params, groups: _groups.SubspaceGroups
 ) -> DimReduceState:
-  """Replaces the basis if the new one is finite: M <- M - P' q and q <- 0 for the old basis P."""
+  """Returns the state with the new basis, or with the old one if `basis` is not finite.
+
+  To keep the residual momentum M - P' q, sets M <- M - P' q for the old basis P, and q <- 0.
+  """
   good = _finiteness.all_finite(basis)
   removed = jnp.where(good, state.projected_momentum, 0)
   inside = _linalg.combine(removed, state.basis, groups)

@@ -1,4 +1,4 @@
-"""A subspace of the params: its type, its file, and how it is sharded."""
+"""The type `Subspace`: saving it to a file, loading, checking and sharding it."""
 
 import os
 from typing import Any, NamedTuple
@@ -17,11 +17,12 @@ class Subspace(NamedTuple):
 
   Attributes:
     mean: a tree like the params, the mean of the snapshots in float32 (float64 for float64).
-    basis: a tree like the params with leaves ``[k, *leaf.shape]``: k rows, that of the largest
-      variance first, orthonormal over the whole tree, or over each group that was fitted.
-    explained_variance: [k], the variances along the rows, with m - 1 as divisor, summed over
-      groups. NaN if it is not known, as from MindSpore's file.
-    explained_variance_ratio: [k], the variances over the whole variance of the snapshots.
+    basis: a tree like the params with leaves ``[k, *leaf.shape]``: k rows, the row with the largest
+      variance first. The rows are orthonormal over the whole tree, or within each group if the
+      subspace was fitted with `groups`.
+    explained_variance: [k], the variances of the m snapshots along the rows, with m - 1 as divisor,
+      summed over groups. NaN if they are not known, as after loading MindSpore's file.
+    explained_variance_ratio: [k], the variances divided by the whole variance of the snapshots.
 
   Examples:
     >>> import pathlib, tempfile, jax.numpy as jnp, optax_boost
@@ -50,7 +51,8 @@ class Subspace(NamedTuple):
   def save(self, path: str | os.PathLike[str]) -> None:
     """Writes the subspace to one npz file; replaces an existing file as a whole.
 
-    bfloat16 is widened to float32. Gather arrays on several machines first.
+    bfloat16 is widened to float32. An array that is sharded over several machines must be gathered
+    first.
 
     Args:
       path: the file.
@@ -74,13 +76,13 @@ class Subspace(NamedTuple):
 
   @staticmethod
   def load(path: str | os.PathLike[str], like: optax.Params) -> "Subspace":
-    """Reads a file of :meth:`save`, or MindSpore's ``pca_mat``.
+    """Returns the subspace in a file of :meth:`save`, or in a file of MindSpore's ``pca_mat``.
 
     Args:
       path: the file. A ``.npy`` file must be MindSpore's matrix ``[k, n]``, whose columns are the
-        entries of the leaves of `like`, in order. It has no mean and no variances.
-      like: the params of the subspace, or their abstract values. They tell the tree and, if they
-        have a ``NamedSharding``, the devices.
+        entries of the leaves of `like`, in order. Such a file has no mean and no variances.
+      like: the params of the subspace, or their abstract values. The subspace gets their tree
+        structure and, if they have a ``NamedSharding``, their sharding.
 
     Returns:
       The subspace.
@@ -114,7 +116,7 @@ class Subspace(NamedTuple):
 
 
 def _subspace_from_arrays(arrays: dict[str, np.ndarray], like: optax.Params) -> Subspace:
-  """The subspace in a file of :meth:`Subspace.save`."""
+  """Returns the subspace from the arrays, by path, of a file of :meth:`Subspace.save`."""
   variances: Any = arrays.get("explained_variance", np.zeros(0))
   basis = jax.tree.map(lambda x: jax.ShapeDtypeStruct((*variances.shape, *x.shape), x.dtype), like)
   expected = Subspace(like, basis, variances, variances)
@@ -131,7 +133,7 @@ def _subspace_from_arrays(arrays: dict[str, np.ndarray], like: optax.Params) -> 
 
 
 def _subspace_from_matrix(matrix: np.ndarray, like: optax.Params) -> Subspace:
-  """The subspace in MindSpore's matrix ``[k, n]``."""
+  """Returns a subspace with the rows of MindSpore's matrix [k, n], mean 0 and variances NaN."""
   leaves, structure = jax.tree.flatten(like)
   ends = np.cumsum([leaf.size for leaf in leaves])
   if matrix.ndim != 2 or matrix.shape[1] != ends[-1]:
@@ -147,7 +149,7 @@ def _subspace_from_matrix(matrix: np.ndarray, like: optax.Params) -> Subspace:
 
 
 def check_subspace(value: Subspace) -> None:
-  """Checks the argument `subspace`: its type, its dtypes and its number of components."""
+  """Raises an error unless the argument `subspace` is a Subspace of fitting dtypes and shapes."""
   _checks.check_type("subspace", value, Subspace, "a Subspace, as `fit_subspace` returns it")
   shape = np.shape(value.explained_variance)
   for path, leaf in zip(_paths.leaf_paths(value), jax.tree.leaves(value), strict=True):
@@ -164,7 +166,10 @@ def check_subspace(value: Subspace) -> None:
 
 
 def placed(array: jax.typing.ArrayLike, like: jax.Array, stacked: bool = True) -> jax.Array:
-  """Shards an array as `like` is, if that is known; a stacked array has an axis more in front."""
+  """Returns the array, sharded as `like` if the sharding of `like` is known.
+
+  A stacked array has one axis more than `like`, its first axis, which is not sharded.
+  """
   traced = isinstance(like, jax.core.Tracer)
   sharding = jax.typeof(like).sharding if traced else getattr(like, "sharding", None)
   if not isinstance(sharding, jax.sharding.NamedSharding) or not sharding.mesh.axis_names:
@@ -172,6 +177,6 @@ def placed(array: jax.typing.ArrayLike, like: jax.Array, stacked: bool = True) -
   spec = jax.sharding.PartitionSpec(*[None] * stacked, *sharding.spec)
   sharding = jax.sharding.NamedSharding(sharding.mesh, spec)
   if not traced:
-    # Not first put on one device, which might not hold all of it.
+    # `put` moves each shard to its device. One device might not have memory for the whole array.
     return _placement.put(array, sharding)
   return _placement.place_by(jnp.asarray(array), sharding)

@@ -1,10 +1,11 @@
-"""Snapshots of the params in the optimizer state, kept while training.
+"""Records snapshots of the params in the optimizer state while training.
 
 Each leaf of the params has a *ring*: an array with room for `capacity` snapshots along its first
-axis. Snapshot number i, counted from 0, is written to row i % capacity, over the oldest one once
-the ring is full. So a step writes one row and moves none; :func:`snapshots` puts them in order.
+axis. Snapshot number i, counted from 0, is written to row i % capacity. Once the ring is full, this
+overwrites the oldest snapshot. So a step writes one row and moves no other row; :func:`snapshots`
+returns the rows in the order of time.
 
-With every=2 and capacity=3, and params that are the number of their step:
+An example with every=2 and capacity=3, in which the params before step t are the number t:
 
   step           0   1   2   3   4   5   6   7
   snapshot       0       1       2       3
@@ -47,11 +48,12 @@ class TrajectoryState(NamedTuple):
   """State of :func:`record_trajectory`.
 
   Attributes:
-    snapshots: a tree like the params with leaves ``[capacity, *leaf.shape]``: a ring, in which
-      snapshot number i lies at ``i % capacity``. :func:`snapshots` reads it in order.
+    snapshots: a tree like the params with leaves ``[capacity, *leaf.shape]``, in which snapshot
+      number i is row ``i % capacity``. :func:`snapshots` returns the rows in the order of time.
     count: scalar int32, the number of steps made.
     snapshot_count: scalar int32, the number of snapshots taken, also those overwritten since.
-    notfinite_count: scalar int32, the snapshots not taken because the params were not finite.
+    notfinite_count: scalar int32, the number of snapshots that were not taken because the params
+      were not finite.
   """
 
   snapshots: optax.Params
@@ -67,11 +69,12 @@ def record_trajectory(
   *,
   axis_name: _types.AxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-  """Keeps every n-th snapshot of the params and leaves the updates as they are.
+  """Records snapshots of the params in its state and returns the updates unchanged.
 
-  It takes snapshots of the params before the steps 0, `every`, 2 `every`, ... and keeps the last
-  `capacity`. Its place in a chain does not matter. Params that are not finite are counted, but not
-  taken. Donate the state, as ``make_train_step`` does, or every step copies all snapshots.
+  Before the steps 0, `every`, 2 `every`, ... it takes a snapshot of the params; it keeps the last
+  `capacity` snapshots. Its place in a chain does not matter. If params are not finite, it takes no
+  snapshot and `notfinite_count` grows. Donate the state, as ``make_train_step`` does; otherwise
+  every step copies all snapshots.
 
   Args:
     every: steps from one snapshot to the next. Raising it covers more of the training. DLDR takes
@@ -108,7 +111,7 @@ def record_trajectory(
 
   def init(params: optax.Params) -> TrajectoryState:
     def ring(p: jax.Array) -> jax.Array:
-      # A broadcast keeps the sharding of the leaf, which `jnp.zeros` of a shape would not know.
+      # A broadcast keeps the sharding of the leaf. `jnp.zeros` gets only a shape, no sharding.
       return jnp.broadcast_to(jnp.zeros_like(p, dtype=dtype), (capacity, *jnp.shape(p)))
 
     return TrajectoryState(
@@ -126,7 +129,7 @@ def record_trajectory(
         f"`{_METHOD}` needs a state with room for `capacity` snapshots, {capacity}; got one for"
         f" {lengths.pop()}. Pass the `capacity` of the run that made it."
       )
-    # A leaf of another shape could broadcast into the ring.
+    # Without this check, a leaf of another shape could be broadcast into a row of the ring.
     state_shapes = [ring.shape[1:] for ring in jax.tree.leaves(state.snapshots)]
     shapes = list(map(jnp.shape, jax.tree.leaves(params)))
     _state_check.check_shapes(_METHOD, state_shapes, shapes)
@@ -147,7 +150,7 @@ def record_trajectory(
         notfinite_count=_arrays.increment_if(~good, state.notfinite_count),
       )
 
-    # Donated rings pass through the branches and are written in place.
+    # If the state is donated, XLA keeps the rings in place in both branches and writes one row.
     state = _conditionals.cond(state.count % every == 0, take_snapshot, lambda: state)
     return updates, state._replace(count=optax.safe_increment(state.count))
 
@@ -155,15 +158,16 @@ def record_trajectory(
 
 
 def _place_ring(ring: jax.Array, snapshot: jax.Array) -> jax.Array:
-  """Shards a ring on a mesh with Explicit axes as the next snapshot, if it has no sharding yet.
+  """Returns the ring, sharded as the next snapshot on a mesh with Explicit axes.
 
-  A ring that was restored without its sharding could not take a snapshot that is sharded.
+  A ring that already has a sharding is returned unchanged. A ring that was restored from a file
+  without its sharding must be sharded before a sharded snapshot can be written to it.
   """
   sharding = jax.typeof(snapshot).sharding
   if any(jax.typeof(ring).sharding.spec) or not any(sharding.spec):
     return ring
   traced = isinstance(ring, jax.core.Tracer) or isinstance(snapshot, jax.core.Tracer)
-  # Outside of a trace `reshard` would not move the ring to the devices of the mesh.
+  # Outside of a trace, only `device_put` moves the ring to the devices of the mesh, not `reshard`.
   like: Any = sharding if traced else snapshot.sharding
   spec = jax.sharding.PartitionSpec(None, *like.spec)
   placed = jax.sharding.NamedSharding(like.mesh, spec)
@@ -171,17 +175,18 @@ def _place_ring(ring: jax.Array, snapshot: jax.Array) -> jax.Array:
 
 
 def snapshots(opt_state: optax.OptState) -> optax.Params:
-  """The snapshots in an optimizer state, the oldest first.
+  """Returns the snapshots in an optimizer state, the oldest first.
 
   Args:
-    opt_state: the state of any chain with one :func:`record_trajectory`. Not under ``jit``: there,
-      pass the state itself to :func:`fit_subspace`.
+    opt_state: the state of any chain with one :func:`record_trajectory`; it can't be traced. Under
+      ``jit``, pass the state itself to :func:`fit_subspace`.
 
   Returns:
     A tree like the params with leaves ``[m, *leaf.shape]``, in the dtype in which they are stored.
 
   Raises:
-    ValueError: no snapshot was taken yet, or the state has the axis of a population.
+    ValueError: no snapshot was taken yet, or ``init`` was called under ``vmap``, so that the state
+      belongs to several runs.
     TypeError: the state is traced.
 
   Examples:
@@ -214,7 +219,10 @@ def snapshots(opt_state: optax.OptState) -> optax.Params:
 
 
 def one_trajectory(opt_state: optax.OptState, function: str) -> TrajectoryState:
-  """The only ``TrajectoryState`` of an optimizer state; ValueError if it is of a population."""
+  """Returns the TrajectoryState of an optimizer state.
+
+  Raises ValueError unless the optimizer state has one TrajectoryState, which belongs to one run.
+  """
   states = _trees.find_states(opt_state, TrajectoryState)
   if len(states) != 1:
     structure = str(jax.tree.structure(opt_state))

@@ -1,9 +1,9 @@
-"""Decides from a trace of a model which BatchNorms are removed; used by the NNX and Linen forms.
+"""Decides from a trace of a model which BatchNorms ``nnx.less_bn`` and ``linen.less_bn`` remove.
 
 Modules:
 
-  _data_graph  the operations on the data in a traced model, as a graph
-  _plan        which BatchNorms of the graph are removed, and which dense layer is normalized
+  _data_graph  makes a graph of the operations on the data in a traced model
+  _plan        decides which BatchNorms are removed, and which dense layer is normalized
 """
 
 from optax_boost._methods._less_bn._data_graph import (

@@ -1,11 +1,11 @@
-"""The operations on the data in a traced model, as a graph without params.
+"""A graph of the operations on the data in a traced model; params are not in the graph.
 
 Nodes are numbered in the order of the program, so every node's inputs have smaller numbers:
 
-  node 0       the data: one input of the model; constants and the model's state don't count, as in
+  node 0       the data: one input of the model; constants and the model's state are not data, as in
                ``_trace._leaf_uses``
-  inputs(n)    the nodes that n is computed from; values of params or constants alone don't count
-  ancestors(n) all nodes that lead to n, as the bits of an integer
+  inputs(n)    the nodes from which n is computed; params and constants are not nodes
+  ancestors(n) all nodes from which a path leads to n, as the bits of an integer
   gate(n)      the last node that all paths from the data to n pass: n's immediate dominator. If a
                residual block ends in n = a + b, its two paths part at gate(n).
 """
@@ -25,21 +25,24 @@ _WINDOWS = ("cumsum", "cummax", "cumprod", "sort", "rev", "reduce_window")
 
 
 def mark_norm(x: jax.Array, path: str) -> jax.Array:
-  """Marks a normalization, so that its node in the graph has the kind "norm" and the path."""
+  """Returns `x`, the result of a normalization, marked for the trace.
+
+  Its node in the graph has the kind "norm" and the path `path`.
+  """
   return checkpoint_name(x, _MARK + path)
 
 
 class Node(NamedTuple):
-  """One operation on data."""
+  """One operation on the data."""
 
   kind: str  # the primitive's name, or "norm" for a marked normalization
   inputs: tuple[int, ...]
-  shape: tuple[int, ...]  # of its result
+  shape: tuple[int, ...]  # the shape of the operation's result
   path: str = ""  # the module of a normalization, or the param of a layer with weights
 
 
 class DataGraph:
-  """The graph of one input's data; see the top of the file."""
+  """The graph of the operations on one input of a model; the module's docstring explains it."""
 
   def __init__(self, nodes: Sequence[Node], outputs: frozenset[int]):
     self.nodes = nodes
@@ -51,26 +54,27 @@ class DataGraph:
       gate = node.inputs[0]
       for operand in node.inputs:
         self.ancestors[n] |= self.ancestors[operand] | 1 << operand
-        # A node's gate has a smaller number than the node.
+        # Follows gates back to the last common node of both paths. A gate has a smaller number than
+        # its node, so the path at the node with the larger number goes back.
         while gate != operand:
           gate, operand = self.gate[max(gate, operand)], min(gate, operand)
       self.gate[n] = gate
 
   def has_weights(self, n: int) -> bool:
-    """Whether a node multiplies data by weights: a convolution or a matrix product."""
+    """Returns whether node `n` multiplies data by weights: a convolution or a matrix product."""
     return self.nodes[n].kind in _WEIGHTS and len(self.nodes[n].inputs) == 1
 
   def between(self, start: int, end: int) -> list[int]:
-    """The nodes on the paths from `start` to `end`, without `start` and with `end`."""
+    """Returns the nodes on all paths from `start` to `end`, without `start` and with `end`."""
     inside = self.ancestors[end] | 1 << end
     return [n for n in range(start + 1, end + 1) if inside >> n & 1 and self.leads_to(start, n)]
 
   def leads_to(self, start: int, end: int) -> bool:
-    """Whether `end` is computed from `start`."""
+    """Returns whether `end` is computed from `start`."""
     return bool(self.ancestors[end] >> start & 1)
 
   def source(self, n: int) -> int:
-    """Follows the input of a node back through biases, activations and casts."""
+    """Returns the node before `n`, skipping elementwise operations: biases, activations, casts."""
     current = self.nodes[n].inputs[0]
     while current:
       gate = self.gate[current]
@@ -93,9 +97,10 @@ def trace_data_graphs(
   args: tuple[Any, ...],
   kwargs: dict[str, Any],
 ) -> list[DataGraph]:
-  """Traces ``apply(params, state, *args, **kwargs)``: a graph for each array in args and kwargs.
+  """Traces ``apply(params, state, *args, **kwargs)``; returns a graph for each array in the inputs.
 
-  Arrays may be abstract; inputs that are not arrays (flags, strings) are passed unchanged.
+  The inputs are `args` and `kwargs`. Arrays may be abstract; inputs that are not arrays (flags,
+  strings) are passed unchanged.
   """
   call, arrays = on_arrays(apply, args, kwargs)
   closed = jax.make_jaxpr(call)((params, state), *arrays)
@@ -105,14 +110,17 @@ def trace_data_graphs(
 
 
 def is_abstract(leaf: _types.Unchecked) -> bool:
-  """Whether an input of a model is an array or the abstract value of one."""
+  """Returns whether an input of a model is an array or an abstract array."""
   return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
 
 
 def on_arrays(
   function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Callable[..., Any], list[Any]]:
-  """Returns ``call(first, *arrays)``, which calls the function, and the arrays in its arguments."""
+  """Returns a function ``call``, and the arrays in `args` and `kwargs`.
+
+  ``call(first, *arrays)`` returns ``function(*first, *args, **kwargs)`` with these arrays.
+  """
   leaves, structure = jax.tree.flatten((args, kwargs))
   arrays = {i: leaf for i, leaf in enumerate(leaves) if is_abstract(leaf)}
 
@@ -125,14 +133,18 @@ def on_arrays(
 
 
 class _Value(NamedTuple):
-  """A value of the trace: a node of the graph, or what is computed from these params alone."""
+  """What the graph knows of a variable in the traced program.
+
+  `node` is the number of the node that computes the variable, or None if the variable does not
+  depend on the data. In that case the variable is computed from `params`, paths of leaves.
+  """
 
   node: int | None = None
   params: tuple[str, ...] = ()
 
 
 class _Follower(_jaxpr.Interpreter[_Value]):
-  """Records the operations on data. A loop is recorded as one turn."""
+  """Appends a node to `nodes` for each operation on the data. A loop counts as one turn."""
 
   def __init__(self, nodes: list[Node]):
     self._nodes = nodes
@@ -164,7 +176,10 @@ class _Follower(_jaxpr.Interpreter[_Value]):
 
 
 def _follow(closed: _types.Jaxpr, paths: Sequence[str], data: int) -> DataGraph:
-  """The graph of input number `data` of a program whose first inputs are the params `paths`."""
+  """Returns the graph of input number `data` of a program; its first inputs are the params.
+
+  `paths` are the paths of the params.
+  """
   values = [_Value(params=(path,)) for path in paths]
   values += [_Value()] * (len(closed.jaxpr.invars) - len(paths))
   values[data] = _Value(0)

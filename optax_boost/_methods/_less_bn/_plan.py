@@ -1,8 +1,9 @@
 """Decides which BatchNorms are removed.
 
 A residual block ends in an addition ``a + b`` whose two operands are computed from one earlier
-value. Of its two sides, the one with more layers is the branch; the other one is the shortcut if it
-has at most one layer.
+value. The operations that compute `a` are one side of the block, those that compute `b` the other
+side. The side with more layers is the branch; the other side is the shortcut if it has at most one
+layer.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -15,7 +16,7 @@ from optax_boost._foundation import _checks, _warnings
 from optax_boost._methods._less_bn import _data_graph
 
 Role: TypeAlias = Literal["outside", "shortcut", "inner", "last"]
-# Convolutions of a bottleneck block.
+# The number of convolutions in the branch of a bottleneck block.
 _BOTTLENECK = 3
 
 
@@ -23,11 +24,13 @@ class NormPlace(NamedTuple):
   """The position of a BatchNorm in the network.
 
   Attributes:
-    path: the path of its module.
-    role: ``"inner"``: in a residual branch, with another BatchNorm after it; ``"last"``: the last
-      of its branch; ``"shortcut"``; ``"outside"``: in no residual block (the stem).
-    layers: how many layers with weights in its branch have a BatchNorm directly before or after
-      them: 2 in a basic block, 3 in a bottleneck block. Layers of squeeze and excitation have none.
+    path: the path of the BatchNorm's module.
+    role: ``"inner"``: in the branch of a residual block, with another BatchNorm after it in the
+      branch; ``"last"``: the last BatchNorm of a branch; ``"shortcut"``: in the shortcut of a
+      residual block; ``"outside"``: in no residual block (the stem).
+    layers: the number of layers with weights in the branch that have a BatchNorm directly before or
+      after them: 2 in a basic block, 3 in a bottleneck block. Layers of squeeze and excitation
+      don't count.
   """
 
   path: str
@@ -71,7 +74,10 @@ def make_plan(
   predicate: Predicate | None,
   on_plan: PlanCallback | None,
 ) -> Plan:
-  """Checks the arguments of ``less_bn`` and makes its plan from a trace of the model."""
+  """Checks the arguments of ``less_bn``, and returns the plan for the model.
+
+  ``trace(args, kwargs)`` returns the traced model.
+  """
   _checks.check_bool("fn_flag", fn_flag)
   _checks.check_callable(
     "predicate", predicate, "predicate(place: NormPlace) -> bool", optional=True
@@ -114,7 +120,10 @@ def _is_removed_by_default(place: NormPlace) -> bool:
 
 
 def _find_places(graphs: Sequence[_data_graph.DataGraph]) -> dict[str, NormPlace]:
-  """The place of each BatchNorm, by path. A shared one is only "inner" if all of its uses are."""
+  """Returns the place of each BatchNorm, by path.
+
+  A BatchNorm that is used several times has the role "inner" only if each of its uses has.
+  """
   places: dict[str, NormPlace] = {}
   for graph in graphs:
     in_graph: dict[str, NormPlace] = {}
@@ -130,7 +139,7 @@ def _find_places(graphs: Sequence[_data_graph.DataGraph]) -> dict[str, NormPlace
 
 
 def _places_in_blocks(graph: _data_graph.DataGraph) -> dict[int, NormPlace]:
-  """The place of each BatchNorm in the innermost residual block around it, by its node."""
+  """Returns, by node, the place of each BatchNorm in the innermost residual block around it."""
   outside = {n: NormPlace(graph.nodes[n].path, "outside") for n in graph.norms}
   places = {n: (math.inf, place) for n, place in outside.items()}
   for end, node in enumerate(graph.nodes):

@@ -143,13 +143,13 @@ def _by_subset_and_weight(weights: jax.Array, order: jax.Array, size: jax.Array)
 
 
 def _ranges(weights: jax.Array) -> jax.Array:
-  """The largest minus the smallest weight of each vector, rounded to the dtype of the weights."""
+  """Returns the largest minus the smallest weight of each vector, rounded to the weights' dtype."""
   spread = jnp.max(weights, axis=0) - jnp.min(weights, axis=0)
   return _rounded(spread, weights.dtype)
 
 
 def _rounded(x: jax.Array, dtype: _types.Dtype) -> jax.Array:
-  """Rounds to a dtype. XLA may leave out a cast to the dtype and back (XLA 18)."""
+  """Returns `x` rounded to a dtype. XLA may leave out a cast to the dtype and back (XLA 18)."""
   info: Any = jnp.finfo(dtype)
   return jax.lax.reduce_precision(x, int(info.nexp), int(info.nmant))
 
@@ -162,7 +162,7 @@ def _by_falling_size(sizes: jax.Array, subset: jax.Array, lanes: int) -> jax.Arr
 
 
 def _gather(x: jax.Array, index: jax.Array) -> jax.Array:
-  """x[index] in each column; an index out of bounds reads the nearest entry."""
+  """Returns ``x[index]`` in each column; an index out of bounds reads the first or last entry."""
   return jnp.take_along_axis(x, index, axis=0, mode="clip")
 
 
@@ -180,7 +180,7 @@ def _less(x: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def _any_member(members: jax.Array) -> jax.Array:
-  """Whether each set of (W, P, m) has members: (P, m)."""
+  """Returns for each of the sets, words of bits (W, P, m), whether it has a member: (P, m)."""
   return jnp.any(members != 0, axis=0)
 
 
@@ -205,7 +205,7 @@ def _nearest(members: jax.Array, up: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 class _Carry(NamedTuple):
-  """The arrays that change from turn to turn."""
+  """The arrays that each turn of the search updates."""
 
   up: jax.Array  # (W, P, m), the live entries that want to increase
   down: jax.Array  # (W, P, m), the live entries that want to decrease
@@ -216,11 +216,11 @@ class _Carry(NamedTuple):
 
 
 class _Walk(NamedTuple):
-  """The state of a depth-first search, in the lanes that need one.
+  """The state of the depth-first searches, one for each lane whose path may turn back.
 
-  An entry leaves the linked list when the path reaches it, and returns when the path goes back.
-  Entries return in reverse order, so the two neighbours in its links are then neighbours of each
-  other, and can be linked to it again.
+  The search takes each entry that its path reaches out of the linked list. When the path goes back,
+  the search puts entries back in reverse order: the entries that `above` and `below` name for an
+  entry are then neighbours again, so the search can put the entry between them.
   """
 
   carry: _Carry
@@ -231,7 +231,7 @@ class _Walk(NamedTuple):
 
 
 class _Search:
-  """The search for cycles in all lanes."""
+  """The search for cycles of weights, in all lanes, that is, in all subsets of all vectors."""
 
   def __init__(
     self,
@@ -257,7 +257,7 @@ class _Search:
     self.ties = sets[2] & ~self._only(jnp.zeros((lanes, self.m), jnp.int32))
 
   def _sets(self, flags: list[jax.Array], size: jax.Array) -> list[jax.Array]:
-    """Converts flags (n, m) to sets (W, P, m)."""
+    """Returns for each array of flags (n, m) the sets of entries whose flag is True: (W, P, m)."""
     inner = jnp.arange(self.words * 32, dtype=jnp.int32).reshape(self.words, 32, 1)
     row = self.base[:, 0] + inner
     inside = ((inner < size) & (row < self.n))[..., None]
@@ -267,7 +267,7 @@ class _Search:
     return [jnp.sum(((rows >> k) & 1) << bit, axis=1, dtype=jnp.uint32) for k in range(len(flags))]
 
   def run(self, ranges: jax.Array, brackets: jax.Array) -> jax.Array:
-    """For each entry the entry whose weight it receives."""
+    """Runs the search; returns for each entry the entry whose weight it receives: (n, m)."""
     live = jax.lax.population_count(self.start_up | self.start_down)
     count = jnp.sum(live, axis=0, dtype=jnp.int32)
     dtype = _arrays.accumulator_dtype(self.dtype)
@@ -293,24 +293,24 @@ class _Search:
     return jnp.where(end.donor >= 0, end.donor, linked)
 
   def _bit(self, q: jax.Array) -> jax.Array:
-    """The bit of entry `q`, counted from the first bit of each word."""
+    """Returns for each word the number of entry `q`'s bit, counted from the word's first bit."""
     first = jnp.arange(self.words, dtype=jnp.int32) * 32
     return q[None] - first.reshape((-1,) + (1,) * q.ndim)
 
   def _only(self, q: jax.Array) -> jax.Array:
-    """The set whose only member is `q`."""
+    """Returns in each lane the set whose only member is entry `q`."""
     bit = self._bit(q)
     one = jnp.uint32(1) << jnp.clip(bit, 0, 31).astype(jnp.uint32)
     return jnp.where((bit >= 0) & (bit < 32), one, jnp.uint32(0))
 
   def _numbers_above(self, q: jax.Array) -> jax.Array:
-    """The set of all numbers above `q`."""
+    """Returns in each lane the set of all numbers above `q`."""
     bit = self._bit(q)
     shifted = jnp.uint32(0xFFFFFFFF) << jnp.clip(bit + 1, 0, 31).astype(jnp.uint32)
     return jnp.where(bit >= 31, jnp.uint32(0), shifted)
 
   def _numbers_below(self, q: jax.Array) -> jax.Array:
-    """The set of all numbers below `q`."""
+    """Returns in each lane the set of all numbers below `q`."""
     return ~self._numbers_above(q - 1)
 
   def _linked(
@@ -322,7 +322,10 @@ class _Search:
     new_below: jax.Array,
     where: jax.Array,
   ) -> _Carry:
-    """Sets `above` of entry `before` and `below` of entry `after`, if these are in their lanes."""
+    """Returns `carry` with ``above[before]`` set to `new_above`, ``below[after]`` to `new_below`.
+
+    Skips lanes in which `where` is False, and an index `before` or `after` outside of its lane.
+    """
     inside = where & (before >= self.base)
     above = _sorting.scatter(carry.above, jnp.where(inside, before, self.n), new_above)
     inside = where & (after < self.end)
@@ -330,9 +333,10 @@ class _Search:
     return carry._replace(above=above, below=below)
 
   def _turn(self, t: jax.Array, carry: _Carry, active: jax.Array) -> _Carry:
-    """Each lane tries its source number t.
+    """Tries source number t in each lane that is `active`, and returns the updated arrays.
 
-    Names of entries mean rows of the arrays (n, m); with `_q` they mean ranks in the lane.
+    A variable for an entry, such as `source`, holds the entry's row in the arrays (n, m). With
+    `_q`, it holds the entry's rank in its lane.
     """
     source = self.order.at[self.base[:, 0] + t].get(mode="clip")
     source_q = source - self.base
@@ -377,12 +381,13 @@ class _Search:
     ).carry
 
   def _step(self, walk: _Walk, source: jax.Array) -> _Walk:
-    """One step of the depth-first search: to the nearest entry in reach, or back."""
+    """Moves each searching lane's path one step: to the nearest entry in reach, or back."""
     carry, entry, searching = walk.carry, walk.entry, walk.searching
     entry_q = entry - self.base
     entry_set = self._only(entry_q)
     up = _any_member(self.start_up & entry_set)
-    # Equal weights can't be received from below: only entries below the first equal one can be.
+    # An entry that wants to decrease can't receive an equal weight, so the search skips the entries
+    # below it that have its weight.
     _, first_equal = _nearest(~self.ties & self._numbers_below(entry_q + 1), jnp.zeros_like(up))
     beyond = jnp.where(up, self._numbers_above(entry_q), self._numbers_below(first_equal))
     free = (carry.up | carry.down) & ~walk.visited | self._only(source - self.base)
@@ -403,8 +408,8 @@ class _Search:
     receives = jnp.where(ends, source, jnp.where(pushes, target, -1))
     donor = _sorting.scatter(carry.donor, jnp.where(searching, entry, self.n), receives)
     parent = _sorting.scatter(carry.parent, jnp.where(pushes, target, self.n), entry)
-    # XLA 29: read after the write, or XLA copies the array in each round. With many equal weights a
-    # step would take a third longer.
+    # XLA 29: `parent` is written first, then read. In the other order XLA would copy it in each
+    # round, and a step with many equal weights would take a third longer.
     back = _gather(parent, entry)
     # A target is taken out of the list; an entry that the path leaves is put back.
     moved = jnp.where(pushes, target, entry)

@@ -22,8 +22,10 @@ class Work(NamedTuple):
 
   weights: Array  # (n, vectors), before the step
   momentum: Array  # (n, vectors), the recommendations
-  # int32, the order after the shuffle that cuts a vector into subsets. (n, vectors): positions, for
-  # each vector; (n,): ranks by weight, equal weights by position, the same for all vectors.
+  # int32, the entries of a vector in shuffled order; each run of `size` entries is a subset. With
+  # shape (n, vectors), each column holds the positions in its own vector. With shape (n,), all
+  # vectors share one order of ranks: rank r is the entry with the r-th smallest weight, and equal
+  # weights are ranked by position.
   order: Array
   size: Array  # scalar int32, how many entries make a subset
   # (n + 1,), in the dtype of the weights: `alpha + 1 / k` for k recommendations in a subset.

@@ -283,7 +283,11 @@ def _decoded(arrays: dict[str, np.ndarray], name: str, leaf: jax.Array) -> tuple
 
 
 def _moving_axes(index: np.ndarray) -> list[int]:
-  """The axes along which a permutation moves entries: all or some axes of the weight vectors."""
+  """Returns the axes of a leaf along which a permutation moves entries.
+
+  A permutation moves entries only within weight vectors, so a weight vector runs along each of
+  these axes.
+  """
   if not index.size:
     return []
   place = np.indices(index.shape, sparse=True)
@@ -292,7 +296,7 @@ def _moving_axes(index: np.ndarray) -> list[int]:
 
 
 def _columns(x: np.ndarray, axes: Sequence[int]) -> np.ndarray:
-  """A leaf with its weight vectors, which run along `axes`, as columns."""
+  """Returns a matrix whose columns are the weight vectors of a leaf, which run along `axes`."""
   front = np.moveaxis(x, axes, range(len(axes)))
   length = math.prod(front.shape[: len(axes)])
   return front.reshape(length, math.prod(front.shape[len(axes) :]))

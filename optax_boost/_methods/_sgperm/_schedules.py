@@ -21,7 +21,7 @@ import numpy as np
 
 from optax_boost._foundation import _types
 
-# After so many steps, the device computes the schedules, in its precision.
+# The most steps in the table. The device computes the values of later steps, in its precision.
 _LONGEST = 65_536
 
 
@@ -33,7 +33,7 @@ def as_float(value: jax.typing.ArrayLike) -> Any:
 def _run_recurrence(
   alpha: float, lamda: float, beta1: float, beta2: float, alpha_min: float, lamda_max: float
 ) -> list[tuple[float, float]]:
-  """Alpha and lamda in each step until they no longer change, in at most `_LONGEST` steps."""
+  """Returns alpha and lamda in each step until they no longer change, at most `_LONGEST` steps."""
   values: list[tuple[float, float]] = []
   while len(values) < _LONGEST:
     alpha, lamda = max(beta1 * alpha, alpha_min), min(beta2 * lamda, lamda_max)
@@ -65,7 +65,7 @@ class Schedules:
     self.always_whole = self._known and self._ends and min(self._lamdas) == 1.0
 
   def _later(self, count: _types.IntScalar) -> tuple[_types.FloatScalar, _types.FloatScalar]:
-    """Alpha and lamda in step `count`, in closed form."""
+    """Returns alpha and lamda in step `count`, computed on the device in closed form."""
     numbers = [jnp.asarray(x, float) for x in self._numbers]
     alpha, lamda, beta1, beta2, alpha_min, lamda_max = numbers
     steps = (count + 1).astype(alpha.dtype)
@@ -77,7 +77,10 @@ class Schedules:
   def _at(
     self, count: _types.IntScalar, table: np.ndarray, later: Callable[[], jax.Array]
   ) -> jax.Array:
-    """The table's entry for step `count`; after its end the last one, or ``later()`` if cut."""
+    """Returns the value in step `count`, from the table if it is known.
+
+    After the end of the table, returns its last entry, or ``later()`` if the table was cut.
+    """
     if not self._known:
       return jnp.asarray(later())
     entry = jnp.asarray(table)[jnp.minimum(count, len(table) - 1)]
@@ -88,11 +91,14 @@ class Schedules:
     return self._at(count, self._alphas.astype(jnp.zeros([]).dtype), lambda: self._later(count)[0])
 
   def lamda(self, count: _types.IntScalar) -> _types.FloatScalar:
-    """Lamda in step `count`, rounded; :meth:`size` uses it unrounded."""
+    """Returns lamda in step `count`: the size of a subset as a share of its weight vector.
+
+    The result is rounded to the device's precision; :meth:`size` computes with unrounded lamda.
+    """
     return self._at(count, self._lamdas.astype(jnp.zeros([]).dtype), lambda: self._later(count)[1])
 
   def size(self, count: _types.IntScalar, length: int, least: int) -> _types.IntScalar:
-    """The size of a subset in step `count`, of a vector of `length` weights."""
+    """Returns the size of a subset in step `count`, for a vector of `length` weights."""
     table = np.floor(self._lamdas * length).astype(np.int32)
 
     def later() -> jax.Array:
@@ -101,7 +107,7 @@ class Schedules:
     return jnp.clip(self._at(count, table, later), min(least, length), length)
 
   def sizes(self, length: int, least: int) -> tuple[int, int]:
-    """The smallest and the largest size of a subset in any step; shapes depend on them."""
+    """Returns the smallest and the largest size that a subset has in any step."""
     if not self._known:
       return min(least, length), length
     lamda_max = self._numbers[5]
@@ -113,7 +119,7 @@ class Schedules:
     return size(min(lamdas)), size(max(lamdas))
 
   def brackets(self, count: _types.IntScalar, length: int) -> jax.Array:
-    """``alpha + 1 / k`` in step `count` for k up to `length`, rounded once from nearly float64."""
+    """Returns ``alpha + 1 / k`` in step `count` for k up to `length`, with one rounding."""
     alpha = self.alpha(count)
     rounded_off = self._alphas - self._alphas.astype(alpha.dtype)
     alpha_low = self._at(count, rounded_off.astype(alpha.dtype), lambda: jnp.zeros_like(alpha))

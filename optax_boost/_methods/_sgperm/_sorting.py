@@ -45,17 +45,18 @@ of the key, which then has up to 64 bits. Here group 0 comes first, then each gr
 import jax
 import jax.numpy as jnp
 
-# `jnp.argsort` takes less than a tenth of a millisecond for arrays of fewer entries; to compile
-# the sorts below for them takes half a second.
+# XLA's sort takes less than a tenth of a millisecond for arrays with fewer entries than this, while
+# the sorts of this module take half a second to compile.
 _FEW_ENTRIES = 512
-# After so many rounds of exchanges, a sort from scratch is faster.
+# The most rounds of exchanges: more rounds take longer than a sort from scratch.
 _EXCHANGES = 8
 
 
 def argsort(x: jax.Array, high: jax.Array | None = None, high_bits: int = 0) -> jax.Array:
-  """A stable argsort along axis 0 of floats without NaN, or of uint32.
+  """Returns the stable argsort along axis 0 of floats without NaN, or of uint32.
 
-  If given, `high` (uint32) is compared before `x`; only its last `high_bits` bits may be set.
+  If `high` (uint32) is given, keys are compared by `high`, then by `x`. Only the last `high_bits`
+  bits of `high` may be set.
   """
   index_bits = _index_bits(x)
   digit_bits = 32 - index_bits
@@ -83,19 +84,25 @@ def argsort(x: jax.Array, high: jax.Array | None = None, high_bits: int = 0) -> 
 
 
 def _index_bits(x: jax.Array) -> int:
-  """The bits that the index of an entry along axis 0 needs."""
+  """Returns how many bits an index along axis 0 of `x` needs."""
   return max(1, (x.shape[0] - 1).bit_length())
 
 
 def _sortable(x: jax.Array) -> jax.Array:
-  """Floats of at most 32 bits, without NaN, as uint32 of the same order; both zeros are equal."""
+  """Returns uint32 numbers in the order of the floats `x`, which have at most 32 bits and no NaN.
+
+  Both zeros give the same number.
+  """
   single = x.astype(jnp.float32)
   bits = jax.lax.bitcast_convert_type(jnp.where(single == 0, 0, single), jnp.uint32)
   return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
 
 
 def _bits(low: jax.Array, high: jax.Array | None, start: int, number: int) -> jax.Array:
-  """`number` bits of keys with the words `high` and `low`, from bit `start` on; bit 0 is last."""
+  """Returns the `number` bits from bit `start` on of keys with the words `high` and `low`.
+
+  Bit 0 is the least significant bit of `low`.
+  """
   bits = low >> start if start < 32 else jnp.zeros_like(low)
   if high is not None and start + number > 32:
     bits |= high << (32 - start) if start < 32 else high >> (start - 32)
@@ -103,7 +110,7 @@ def _bits(low: jax.Array, high: jax.Array | None, start: int, number: int) -> ja
 
 
 def _sort_by_digit(digits: jax.Array, index_bits: int) -> tuple[jax.Array, jax.Array]:
-  """The digits in order, and their stable argsort."""
+  """Returns the sorted digits, and their stable argsort, along axis 0."""
   rows = jax.lax.broadcasted_iota(jnp.uint32, digits.shape, 0)
   packed = jax.lax.sort((digits << index_bits) | rows, dimension=0, is_stable=False)
   index = packed & jnp.uint32((1 << index_bits) - 1)
@@ -142,7 +149,7 @@ def _exchange(digits: jax.Array, keys: jax.Array, index: jax.Array) -> tuple[jax
 
 
 def within_groups(group: jax.Array, x: jax.Array) -> jax.Array:
-  """Sorts int32 from 0 to n - 1 along axis 0, by group and within a group by value."""
+  """Returns `x`, int32 from 0 to n - 1, sorted along axis 0 by group, within a group by value."""
   bits = _index_bits(x)
   if 2 * bits > 32:
     return jax.lax.sort((group, x), dimension=0, num_keys=2)[1]
@@ -159,7 +166,7 @@ def gather(x: jax.Array, index: jax.Array) -> jax.Array:
 def scatter(x: jax.Array, index: jax.Array, values: jax.Array) -> jax.Array:
   """Writes ``x[index[i, j], j] = values[i, j]``; indices out of bounds are dropped."""
   vectors = tuple(range(1, x.ndim))
-  # As `jax.vmap` would write it, but without its transposes of x.
+  # `jax.vmap` of a scatter would give the same result, but transpose x twice.
   dimensions = jax.lax.ScatterDimensionNumbers(
     update_window_dims=(),
     inserted_window_dims=(0,),
@@ -172,6 +179,6 @@ def scatter(x: jax.Array, index: jax.Array, values: jax.Array) -> jax.Array:
 
 
 def inverse(index: jax.Array) -> jax.Array:
-  """The inverses of the permutations in the columns."""
+  """Returns the inverse of the permutation in each column of `index`."""
   rows = jax.lax.broadcasted_iota(jnp.int32, index.shape, 0)
   return scatter(jnp.zeros_like(rows), index, rows)
