@@ -150,7 +150,7 @@ def record_trajectory(
         notfinite_count=_arrays.increment_if(~good, state.notfinite_count),
       )
 
-    # If the state is donated, XLA keeps the rings in place in both branches and writes one row.
+    # If the state is donated, both branches keep the rings in place, and only one row is written.
     state = _conditionals.cond(state.count % every == 0, take_snapshot, lambda: state)
     return updates, state._replace(count=optax.safe_increment(state.count))
 
