@@ -31,8 +31,8 @@ def race(
   """Trains with each of several transformations, and compares them with the first.
 
   For each seed, all methods get the same initial params, batches and keys, so each method is
-  compared with the baseline seed by seed. They are compared at the point where each has spent
-  the total of the cheaper of the two:
+  compared with the baseline seed by seed. A method and the baseline are compared at the point where
+  each has spent the smaller of their two totals:
 
   - at equal steps;
   - at equal gradient evaluations, counted with the first seed. A gradient of the loss counts as
