@@ -41,7 +41,7 @@ class Axes(NamedTuple):
 
   @property
   def mixes_inputs(self) -> bool:
-    """Returns whether each output has several inputs: no for embeddings and depthwise kernels."""
+    """Returns whether an output has several inputs, unlike embeddings and depthwise kernels."""
     return set(self.fan_in) > set(self.window)
 
 
@@ -119,7 +119,7 @@ class Leaf(NamedTuple):
 
   @property
   def axes_of_layer(self) -> tuple[int, ...]:
-    """Returns the axes of one layer: all axes that are not stacked."""
+    """Returns the axes of one layer, which are all axes that are not stacked."""
     return tuple(axis for axis in range(len(self.shape)) if axis not in self.stacked)
 
   @property
