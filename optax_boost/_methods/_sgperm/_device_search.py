@@ -77,10 +77,10 @@ _FEW_WORDS, _BANDS = 64, 4
 
 @functools.partial(jax.jit, static_argnames=("sizes", "remainder"))
 def permute(work: _host_search.Work, *, sizes: tuple[int, int], remainder: bool) -> jax.Array:
-  """One exact step: (n, m) int32, for each position that of the weight it receives.
+  """Makes one exact step; returns for each position the position whose weight it receives, (n, m).
 
-  `sizes`: the least and the largest size that a subset has in any step. `remainder`: whether the
-  last subset of a vector, which may be smaller, takes part.
+  `sizes` are the least and the largest size that a subset has in any step. `remainder` says whether
+  the last subset of a vector, which may be smaller, takes part.
   """
   # Sets (W, P, m) are combined with flags (P, m), even if the user forbids rank promotion.
   with jax.numpy_rank_promotion("allow"):
@@ -118,10 +118,10 @@ def _permute(work: _host_search.Work, sizes: tuple[int, int], remainder: bool) -
 
 
 def _edges(n: int, least: int, most: int) -> list[int]:
-  """Cuts the sizes of subsets into bands, each of which has a search of its own shapes.
+  """Returns the edges of bands of sizes of subsets; each band has a search with its own shapes.
 
-  Small subsets need many lanes, and large ones many words; shapes with both take several times as
-  long.
+  Small subsets need many lanes, large subsets many words. One search with many lanes and many words
+  would take several times as long.
   """
   small = -(-n // least) * -(-most // 32) <= _FEW_WORDS
   bands = 1 if small else min(_BANDS, max(1, math.ceil(math.log(most / least, 1.5))))
@@ -129,7 +129,10 @@ def _edges(n: int, least: int, most: int) -> list[int]:
 
 
 def _by_subset_and_weight(weights: jax.Array, order: jax.Array, size: jax.Array) -> jax.Array:
-  """Positions by subset, then by rising weight; equal weights keep the order of the shuffle."""
+  """Returns the positions of each vector sorted by subset, then by rising weight.
+
+  Equal weights keep their order in the shuffle, `order`.
+  """
   whole = size == len(weights)
   if order.ndim == 1:
     label = jnp.where(whole, 0, _sorting.inverse(order) // size)
@@ -155,7 +158,7 @@ def _rounded(x: jax.Array, dtype: _types.Dtype) -> jax.Array:
 
 
 def _by_falling_size(sizes: jax.Array, subset: jax.Array, lanes: int) -> jax.Array:
-  """Each subset's entries by falling size, of equal ones the last first."""
+  """Returns each subset's entries by falling size; of equal sizes the last entry comes first."""
   high = jnp.broadcast_to(jnp.flip(subset, 0)[:, None], sizes.shape).astype(jnp.uint32)
   index = _sorting.argsort(jnp.flip(-sizes, 0), high, (lanes - 1).bit_length())
   return sizes.shape[0] - 1 - index
@@ -167,9 +170,9 @@ def _gather(x: jax.Array, index: jax.Array) -> jax.Array:
 
 
 def _less(x: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
-  """Whether x < a + b, as in float64: if x equals the rounded sum, its rounding error decides.
+  """Returns whether x < a + b, as computed in float64.
 
-  The error is exact (the two-sum of Knuth).
+  If x equals the rounded sum, the sum's rounding error decides. Knuth's two-sum gives it exactly.
   """
   total = a + b
   if total.dtype == jnp.float64:
@@ -185,7 +188,7 @@ def _any_member(members: jax.Array) -> jax.Array:
 
 
 def _nearest(members: jax.Array, up: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """Whether a set has members, and its lowest (if `up`) or highest member; 0 if it has none.
+  """Returns whether a set has members, and its lowest (if `up`) or highest member, else 0.
 
   With one word, and entries 2, 4 and 5 in the set:
 

@@ -1,7 +1,7 @@
-"""Runs kernels that permute: once for all leaves whose weight vectors have the same length.
+"""Runs a kernel that permutes weights once for all leaves with weight vectors of one length.
 
-Large leaves are processed in blocks of weight vectors. Whatever the sharding of a leaf, each weight
-vector is whole on one device while a kernel runs.
+Large leaves are processed in blocks of weight vectors. While a kernel runs, each weight vector is
+whole on one device, for any sharding of its leaf.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,16 +16,17 @@ import optax
 from optax_boost._foundation import _placement, _types
 from optax_boost._methods._sgperm import _sorting, _weight_vectors
 
-# Weights in a block, on a CPU and on accelerators; the latter is a guess that bounds memory.
+# The number of weights in a block, on a CPU and on accelerators. The number for accelerators bounds
+# the memory of a kernel and was not tuned.
 _WEIGHTS, _MANY_WEIGHTS = 2**18, 2**22
-# The most weights that are joined for a run on an accelerator. On a CPU at most a block is joined,
-# since the copy of large leaves takes more time than it saves in compiling.
+# The most weights of several leaves that are concatenated for a run on an accelerator. On a CPU the
+# bound is the size of a block, since copying large leaves takes longer than compiling once more.
 _JOINED_WEIGHTS = 2**25
 
-# A kernel permutes the entries of each vector. Its arguments are arrays (n, *vectors): first those
-# that it permutes (weights, their indices in the raveled initial leaf, and perhaps their ranks),
-# then those that it only reads. It returns the permuted arrays. If there are several axes of
-# vectors, the first is the axis of leaves.
+# A kernel permutes the entries of each weight vector. Its arguments are arrays (n, *vectors): first
+# the arrays that it permutes (weights, their indices in the raveled initial leaf, and perhaps their
+# ranks), then arrays that it only reads. It returns the permuted arrays. If the arrays have several
+# axes of vectors, the first of these axes stacks leaves.
 Kernel: TypeAlias = Callable[..., Sequence[jax.Array]]
 
 
@@ -37,16 +38,17 @@ def permute(
   moving: Sequence[optax.Params],
   fixed: Sequence[_types.Tree],
 ) -> list[optax.Params]:
-  """Permutes the movable leaves of trees; the results are sharded as the params are.
+  """Permutes the movable leaves of trees; returns the new trees, sharded as the params are.
 
   Args:
-    run: makes the step. It is called with the movable leaves' layouts, `args`, and for each leaf
-      its arrays of `moving` and its arrays of `fixed`. It must not close over arrays. For each leaf
-      it returns the permuted arrays, shaped as by :meth:`_weight_vectors.Layout.fan_in_first` or
-      as columns.
+    run: makes the step. ``run(layouts, args, moving, fixed)`` gets the layouts of the movable
+      leaves, and for each such leaf its arrays of `moving` and of `fixed`. It must not close over
+      arrays. For each leaf it returns the permuted arrays, in the shape of
+      :meth:`_weight_vectors.Layout.fan_in_first` or of :meth:`_weight_vectors.Layout.columns`.
     args: further arrays for `run`.
     layouts: the layout of each leaf.
-    params: the leaves of the params, which tell the shardings: a restored state may have none.
+    params: the leaves of the params, from which the results get their shardings. Arrays of a
+      restored state may have no sharding.
     moving: trees of arrays of the leaves' shapes, which `run` permutes.
     fixed: trees or lists of arrays of the leaves' shapes, which `run` only reads.
   """
@@ -87,9 +89,10 @@ def together(
   moving: Sequence[Sequence[jax.Array]],
   fixed: Sequence[Sequence[jax.Array]],
 ) -> list[Sequence[jax.Array]]:
-  """Runs a kernel once for leaves of the same dtypes whose weight vectors have the same length.
+  """Runs a kernel once for all leaves of the same dtypes and lengths of weight vectors.
 
-  On a mesh of several devices, leaves must also have the same shapes and fan-in axes.
+  On a mesh of several devices, leaves must also have the same shapes and fan-in axes. Returns for
+  each leaf the permuted arrays.
   """
   columns = [
     [lay.fan_in_first(x) for x in (*moving_arrays, *fixed_arrays)]
@@ -121,7 +124,7 @@ def together(
 
 
 def _batches(leaves: Sequence[int], sizes: Sequence[int], most: int) -> list[list[int]]:
-  """Cuts a list of leaves into batches of at most `most` weights, or of one larger leaf."""
+  """Returns batches of leaves with at most `most` weights; a larger leaf is a batch of its own."""
   batches: list[list[int]] = []
   total = 0
   for leaf, size in zip(leaves, sizes, strict=True):
@@ -134,21 +137,21 @@ def _batches(leaves: Sequence[int], sizes: Sequence[int], most: int) -> list[lis
 
 
 def gather(arrays: Sequence[jax.Array], source: jax.Array) -> list[jax.Array]:
-  """Moves entries of arrays (n, *vectors): each position receives that of position `source`."""
+  """Returns arrays (n, *vectors) whose position i has the entry of position ``source[i]``."""
   return [_sorting.gather(x, source) for x in arrays]
 
 
 def _on_cpu(x: jax.Array) -> bool:
-  """Whether a CPU will run the program, by the array's mesh or else JAX's default device."""
+  """Returns whether a CPU will run the program: a device of the array's mesh or JAX's default."""
   device = getattr(jax.typeof(x).sharding.mesh, "abstract_device", None)
   return (getattr(device, "platform", None) or jax.default_backend()) == "cpu"
 
 
 def _in_blocks(kernel: Kernel, arrays: Sequence[jax.Array], moving: int) -> Sequence[jax.Array]:
-  """Applies a kernel to arrays (n, vectors), some vectors at a time."""
-  # A kernel takes scratch memory of ten to twenty times its weights, so a block has no more vectors
-  # than keep a device busy, and on a CPU it should fit into the cache. On several devices there are
-  # no blocks, as the vectors may be spread over the devices.
+  """Applies a kernel to arrays (n, vectors) in blocks of vectors; returns the permuted arrays."""
+  # A kernel needs scratch memory of ten to twenty times the size of its weights. So a block has
+  # only as many vectors as keep a device busy, and on a CPU as fit into the cache. On several
+  # devices there are no blocks, since vectors may be sharded over the devices.
   n, vectors = arrays[0].shape
   width = max(1, (_WEIGHTS if _on_cpu(arrays[0]) else _MANY_WEIGHTS) // n)
   blocks = -(-vectors // width) if jax.device_count() == 1 else 1
@@ -174,9 +177,10 @@ def _across_devices(
   axes: int,
   mesh: jax.sharding.AbstractMesh,
 ) -> list[Sequence[jax.Array]]:
-  """Applies a kernel to sharded leaves, which move between devices in at most one exchange.
+  """Applies a kernel to sharded leaves, with at most one exchange between devices before and after.
 
-  `leaves` has a list per argument of the kernel: the arrays (*fan_in, *outputs) of all leaves.
+  `leaves` has for each argument of the kernel the arrays (*fan_in, *outputs) of all leaves. Returns
+  for each leaf the permuted arrays.
   """
   first = leaves[0][0]
   joined = _exchanged(leaves, axes, mesh, _hint(first, axes, mesh.size))
@@ -189,7 +193,7 @@ def _across_devices(
 
 
 def _mesh_of(arrays: list[jax.Array]) -> jax.sharding.AbstractMesh | None:
-  """The mesh of several devices on which the compiler chooses the arrays' shardings, or None."""
+  """Returns the arrays' mesh if it has several devices and only Auto axes, else None."""
   meshes = [jax.typeof(x).sharding.mesh for x in arrays if isinstance(x, jax.core.Tracer)]
   return next((m for m in meshes if m.size > 1 and _placement.has_auto_axes_only(m)), None)
 
@@ -200,7 +204,10 @@ def _exchanged(
   mesh: jax.sharding.AbstractMesh,
   hint: jax.Array | None = None,
 ) -> list[jax.Array]:
-  """Stacks arrays on a new axis after those of the fan-in, which are then whole on each device."""
+  """Stacks arrays on a new axis after the fan-in axes; each device then has whole fan-in axes.
+
+  Arrays of one item size are packed into one array, so that one exchange moves them all.
+  """
   cast = jax.lax.bitcast_convert_type
   exchanged: list[Any] = [None] * len(stacks)
   sizes = [stack[0].dtype.itemsize for stack in stacks]
@@ -219,10 +226,10 @@ def _exchanged(
 
 
 def _hint(floats: jax.Array, axes: int, devices: int) -> jax.Array | None:
-  """False for each of the first outputs, in an array that is sharded as the longest fan-in axis.
+  """Returns an array of False, one for each output, sharded as the longest fan-in axis of `floats`.
 
-  Shardings are not known under ``jit``. So the compiler must carry the sharding of the fan-in axis
-  over: to an array with an entry for each of its shards, and from there to the outputs.
+  Used with the outputs in one operation, it makes the compiler shard the outputs in the same way.
+  Under ``jit`` shardings are not known. Returns None if the fan-in axis can't be cut into shards.
   """
   fan_in = int(np.argmax(floats.shape[:axes]))
   length, outputs = floats.shape[fan_in], math.prod(floats.shape[axes : axes + 1])
@@ -237,10 +244,10 @@ def _hint(floats: jax.Array, axes: int, devices: int) -> jax.Array | None:
 
 
 def auto_sharded(function: Callable[..., Any], like: _types.Tree) -> Callable[..., Any]:
-  """Lets the compiler choose the shardings inside a function, also on a mesh with explicit axes.
+  """Returns `function` with shardings inside of it chosen by the compiler, also on Explicit axes.
 
-  On such a mesh JAX asks how each result of a sort or gather is sharded. The function must not
-  close over arrays. Its results are sharded as `like` is, a tree of arrays like the results.
+  On Explicit axes JAX would need a sharding for each sort and gather. `function` must not close
+  over arrays. Results are sharded as the arrays in `like`, a tree with the results' structure.
   """
 
   def call(*args: Any) -> Any:
@@ -257,7 +264,7 @@ def auto_sharded(function: Callable[..., Any], like: _types.Tree) -> Callable[..
 
 
 def _explicit_mesh(arrays: _types.Tree) -> jax.sharding.AbstractMesh | None:
-  """The mesh with explicit axes that arrays are on, also outside of ``jax.set_mesh``, or None."""
+  """Returns the first mesh with Explicit axes on which one of the arrays is, or None."""
   # XLA 28: JAX before 0.8 has no way to enter an abstract mesh.
   if not hasattr(jax.sharding, "use_abstract_mesh"):
     return None
@@ -267,10 +274,10 @@ def _explicit_mesh(arrays: _types.Tree) -> jax.sharding.AbstractMesh | None:
 
 
 def sharded_like(old: jax.Array, new: jax.Array, floats: jax.Array) -> jax.Array:
-  """Returns `new`, with a hint to shard it as `old`; `floats` is any float array of their shape.
+  """Returns `new`, which the compiler then shards as `old`; `floats` is a float array of its shape.
 
-  The result of a sort or a gather has no sharding. Under ``jit`` that of `old` is not known, but
-  the compiler gives both operands of a choice the same sharding.
+  The result of a sort or a gather has no sharding, and under ``jit`` the sharding of `old` is not
+  known. But the compiler gives both operands of ``jnp.where`` the same sharding.
   """
   # XLA 19: `x > inf` is always False, but XLA can't know that, so the sharding is passed on.
   return jnp.where(floats > jnp.inf, old, new)

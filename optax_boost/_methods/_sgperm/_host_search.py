@@ -18,7 +18,7 @@ Entries: TypeAlias = Any
 
 
 class Work(NamedTuple):
-  """The inputs of a leaf's exact step."""
+  """The inputs of the exact step for one leaf, or for joined leaves."""
 
   weights: Array  # (n, vectors), before the step
   momentum: Array  # (n, vectors), the recommendations
@@ -33,13 +33,13 @@ class Work(NamedTuple):
 
 
 def have_numba() -> bool:
-  """Whether numba is installed."""
+  """Returns whether numba is installed."""
   return importlib.util.find_spec("numba") is not None
 
 
 @functools.cache
 def _compiled() -> Callable[..., None]:
-  """The compiled search; numba keeps it on disk if a folder can be written."""
+  """Returns `_search`, compiled by numba, which caches it on disk if a folder is writable."""
   import numba
 
   try:
@@ -49,9 +49,10 @@ def _compiled() -> Callable[..., None]:
 
 
 def permute(work: Work, *, remainder: bool) -> np.ndarray:
-  """One exact step: (n, vectors) int32, for each position that of the weight it receives.
+  """Makes one exact step; returns for each position the position whose weight it receives.
 
-  `remainder`: whether the last subset of a vector, which may be smaller, takes part.
+  The result is int32 (n, vectors). `remainder` says whether the last subset of a vector, which may
+  be smaller, takes part.
   """
   weights = np.ascontiguousarray(work.weights.T)
   momentum = np.ascontiguousarray(work.momentum.T)
@@ -82,7 +83,8 @@ def permute(work: Work, *, remainder: bool) -> np.ndarray:
   count = np.bincount(group, minlength=rows * subsets + 1)[:-1]
   total = np.sum(count)
   entries = np.argsort(group, kind="stable")[:total]
-  # Idle entries are dropped below. They get distinct sizes, since sorting equal ones is slow.
+  # Idle entries are dropped after this sort. They get distinct sizes, since equal sizes would make
+  # the sort slow.
   distinct = -1 - np.arange(n, dtype=np.float32)
   by_size = _stable_argsort(np.where(idle, distinct, np.abs(recommended)))[:, ::-1]
   by_size = (by_size + row * n).ravel()
@@ -105,7 +107,7 @@ def permute(work: Work, *, remainder: bool) -> np.ndarray:
 
 
 def _run_search(weights: np.ndarray, *arrays: np.ndarray) -> np.ndarray:
-  """For each entry the entry whose weight it receives; compiled by numba if installed."""
+  """Runs `_search`, compiled by numba if installed; returns each entry's source of its weight."""
   total = len(weights)
   if have_numba():
     links = np.arange(total)
@@ -123,10 +125,10 @@ def _run_search(weights: np.ndarray, *arrays: np.ndarray) -> np.ndarray:
 
 
 def _stable_argsort(values: np.ndarray) -> np.ndarray:
-  """A stable argsort of each row, without NaN.
+  """Returns the stable argsort of each row of `values`, which have no NaN.
 
-  NumPy's unstable sort is several times faster than its stable one; a second sort orders equal
-  values.
+  NumPy's unstable sort is several times faster than its stable sort. So rows are sorted unstably,
+  and a second sort puts the indices of equal values in order.
   """
   n = values.shape[1]
   order = np.argsort(values, axis=1)
@@ -143,11 +145,11 @@ def _stable_argsort(values: np.ndarray) -> np.ndarray:
 # compares and adds.
 def _search(
   weights: Entries,  # float64: their sums with epsilons are compared in float64
-  up: Entries,  # whether the entry wants to increase; the others want to decrease
+  up: Entries,  # whether the entry wants to increase; if not, it wants to decrease
   order: Entries,  # the entries of each subset, the largest recommendation first
   starts: Entries,  # where each subset starts, and where the last one ends
   epsilon: Entries,  # how far a weight of each subset may move, float64
-  source: Entries,  # the result: for each entry that whose weight it receives; at first itself
+  source: Entries,  # the result: the entry whose weight each entry receives; at first itself
   above: Entries,  # for each live entry the next live one; at first the next entry
   below: Entries,  # for each live entry the live one before it; at first the entry before it
   live: Entries,  # whether an entry may still be in a cycle
@@ -155,7 +157,7 @@ def _search(
   path: Entries,  # scratch, as is `cursor`
   cursor: Entries,
 ) -> None:
-  """Finds the cycles of all subsets, one subset after the other; entries are in rising order."""
+  """Finds the cycles of all subsets, whose entries rise by weight, and writes them to `source`."""
   for group in range(len(epsilon)):
     first, last = starts[group], starts[group + 1]
     reach = epsilon[group]

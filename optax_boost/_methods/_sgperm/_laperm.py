@@ -3,10 +3,10 @@ r"""LaPerm: free training that returns to a permutation of the initial weights e
 For each weight vector w (the n weights that lead into one output) with initial values v:
 
   w <- w + u                          u from the inner optimizer, at each step
-  w_i <- v_(r),  r the rank of w_i    every k steps: the r-th smallest of v where the r-th smallest
-                                      of w is
+  w_i <- v_(r),  r the rank of w_i    every k steps: the r-th smallest weight becomes the r-th
+                                      smallest initial value
 
-This is the permutation of v that is nearest to w in the Euclidean norm: arXiv:2006.07541.
+The result is the permutation of v that is nearest to w in the Euclidean norm: arXiv:2006.07541.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,7 +29,7 @@ _METHOD = "laperm"
 class LapermState(NamedTuple):
   """State of :func:`laperm`: two copies of the params and the inner state.
 
-  Leaves that are excluded are ``optax.MaskedNode()`` in the two trees.
+  Excluded leaves are ``optax.MaskedNode()`` in `permuted_params` and `permutation`.
 
   Attributes:
     count: scalar int32, the number of inner steps made.
@@ -59,22 +59,23 @@ def laperm(
   r"""Trains freely and, every few steps, returns to a permutation of the initial weights.
 
   At a synchronization each weight vector, as in :func:`sgperm`, gets its initial values back, in
-  the order of the trained values. That is the nearest permutation. It is exact to the bit with
-  :func:`make_train_step` and :func:`apply_gradients`, and within one rounding with
-  ``optax.apply_updates``. Between two synchronizations the params are no permutation: evaluate and
-  save :func:`permuted_params` of the state, which are the params of the last synchronization.
+  the order of the trained values: this is the permutation nearest to the trained weights. The
+  params are exactly this permutation with :func:`make_train_step` and :func:`apply_gradients`, and
+  within one rounding of it with ``optax.apply_updates``. Between two synchronizations the params
+  are no permutation: evaluate and save :func:`permuted_params` of the state, which are the params
+  of the last synchronization.
 
-  A vector whose initial weights are all equal, such as a zero bias, returns to them, which undoes
-  its training: exclude such leaves, or initialize them at random. Weights that become NaN count as
-  the largest of their vector. A step whose updates are all zero, as between two inner steps of
-  ``accumulate`` and after an overflow under a loss scale, is not counted. Inside ``shard_map``
-  leaves must be whole, since a permutation has the indices of whole leaves.
+  If the initial weights of a vector are all equal, as in a zero bias, a synchronization undoes the
+  vector's training: exclude such leaves, or initialize them at random. Weights that become NaN
+  count as the largest of their vector. A step whose updates are all zero, as between two inner
+  steps of ``accumulate`` and after an overflow under a loss scale, is not counted. Inside
+  ``shard_map`` leaves must be whole, since a permutation has the indices of whole leaves.
 
   Args:
     inner: an optimizer that descends, with its learning rate. Its state is not reset.
-    sync_every: inner steps from one synchronization to the next. Raising it trains more freely. It
-      can grow if it is a function of the number of inner steps made: a synchronization follows each
-      step whose number is a multiple of its result.
+    sync_every: the number of inner steps from one synchronization to the next. Raising it trains
+      more freely. It may be a function of the number of inner steps made, so that it can grow: a
+      synchronization follows each step whose number is a multiple of the function's result.
     exclude: the leaves that only `inner` trains, selected as in :func:`centralize`. None: no leaf.
     layout: where a kernel has its output axis, as in :func:`centralize`.
     layers: the axes of layers, fan-in and outputs, as in :func:`centralize`.
@@ -114,7 +115,7 @@ def laperm(
 
 
 class _Laperm(NamedTuple):
-  """The checked arguments of :func:`laperm`."""
+  """The functions `init` and `step` of :func:`laperm`; its checked arguments are the fields."""
 
   inner: optax.GradientTransformationExtraArgs
   sync_every: int | jax.Array | Callable[[jax.Array], jax.typing.ArrayLike]
@@ -166,7 +167,7 @@ class _Laperm(NamedTuple):
     ]
     weights = [state.permuted_params, state.permutation]
     synchronize = functools.partial(_synchronize, [layouts[i] for i in permuted])
-    # Sorts run only when they are due.
+    # `cond` runs the sorts of a synchronization only on steps on which one is due.
     permuted_steps, weights = _conditionals.cond(
       due, synchronize, lambda *lists: lists[:2], permuted_steps, weights, currents
     )
@@ -182,7 +183,7 @@ class _Laperm(NamedTuple):
     )
 
   def _period(self, count: _types.IntScalar) -> _types.IntScalar:
-    """The number of inner steps between two synchronizations, at least 1."""
+    """Returns the number of inner steps between two synchronizations, at least 1."""
     period = self.sync_every(count) if callable(self.sync_every) else self.sync_every
     if jnp.ndim(period) != 0:
       raise ValueError(
@@ -198,7 +199,7 @@ def _synchronize(
   weights: list[optax.Params],
   params: list[jax.Array],
 ) -> tuple[list[jax.Array], list[optax.Params]]:
-  """The updates to the permutation nearest to ``params + steps``, and the permuted trees."""
+  """Returns the updates to the permutation nearest to ``params + steps``, and the new trees."""
   trained = optax.apply_updates(params, steps)
   moved = _execution.permute(_to_nearest, (), layouts, params, weights, [trained])
   return list(map(_weight_vectors.difference, steps, params, jax.tree.leaves(moved[0]))), moved
@@ -211,7 +212,7 @@ def _to_nearest(
   trained: Sequence[Sequence[jax.Array]],
 ) -> list[Sequence[jax.Array]]:
   def kernel(values: jax.Array, entries: jax.Array, trained: jax.Array) -> list[jax.Array]:
-    # NaN counts as the largest.
+    # NaN counts as the largest weight of its vector.
     ranks = _pairs_and_ranks.ranks(jnp.where(jnp.isnan(trained), jnp.inf, trained))
     source = _sorting.gather(_sorting.argsort(values), ranks)
     return _execution.gather([values, entries], source)

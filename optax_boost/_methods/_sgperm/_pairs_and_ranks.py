@@ -1,4 +1,4 @@
-r"""The methods "pairs" and "rank": two faster ways to permute towards targets, not the paper's.
+r"""The methods "pairs" and "rank" of `sgperm`, which are faster than the paper's method "exact".
 
 In a weight vector w of n entries with momentum m and value range R:
 
@@ -10,8 +10,8 @@ In a weight vector w of n entries with momentum m and value range R:
           same for i and j, so a round is a permutation.
   rank    the position with the r-th smallest target gets the r-th smallest weight
 
-Each swap, and so each round, lowers sum |w - t|^2: by -2 (w_j - w_i) (t_j - t_i). The assignment of
-``rank`` is its minimum over all permutations (the rearrangement inequality); ``pairs`` tends to it.
+Each swap lowers sum |w - t|^2 by -2 (w_j - w_i) (t_j - t_i). ``rank`` reaches the minimum of this
+sum over all permutations (the rearrangement inequality); ``pairs`` approaches the minimum.
 """
 
 import jax
@@ -20,28 +20,29 @@ import jax.numpy as jnp
 from optax_boost._foundation import _arrays
 from optax_boost._methods._sgperm import _sorting
 
-# Rounds of "pairs"; more rounds hardly improve the order.
+# The number of rounds of "pairs"; more rounds hardly improve the order.
 ROUNDS = 32
-# With fewer bits, too many weights of a vector would become equal.
+# The least bits for a weight in a packed integer. With fewer bits, too many weights of a vector
+# would become equal.
 _LEAST_BITS = 16
 
 
 def targets(weights: jax.Array, momentum: jax.Array, alpha: jax.Array) -> jax.Array:
-  """The targets t in at least float32; a momentum of NaN counts as zero."""
+  """Returns the targets t in at least float32; a momentum of NaN counts as zero."""
   dtype = _arrays.accumulator_dtype(weights.dtype)
   bracket = alpha.astype(dtype) + 1 / len(weights)
   spread = (jnp.max(weights, 0, keepdims=True) - jnp.min(weights, 0, keepdims=True)).astype(dtype)
   momentum = jnp.where(jnp.isnan(momentum), 0, momentum).astype(dtype)
   largest = jnp.max(jnp.abs(momentum), axis=0, keepdims=True)
-  # The inner `where` keeps vectors without momentum from dividing by zero.
+  # `where` in the divisor avoids a division by zero in vectors whose momentum is zero.
   epsilon = jnp.where(largest > 0, spread * bracket, 0)
   return weights.astype(dtype) - epsilon * (momentum / jnp.where(largest > 0, largest, 1))
 
 
 def pairs(weights: jax.Array, target: jax.Array, bits: jax.Array) -> jax.Array:
-  """Swaps pairs of weights towards their targets, a round for each of the random `bits` (uint32).
+  """Swaps pairs of weights towards their targets, one round per entry of `bits`, random uint32.
 
-  Returns for each position the one whose weight it receives.
+  Returns for each position the position whose weight it receives.
   """
   n = weights.shape[0]
   shifts = (bits % n).astype(jnp.int32)
@@ -50,18 +51,18 @@ def pairs(weights: jax.Array, target: jax.Array, bits: jax.Array) -> jax.Array:
 
   def swap(k: jax.Array, moved: list[jax.Array]) -> list[jax.Array]:
     def partner(x: jax.Array) -> jax.Array:
-      # x[(c - i) mod n]: no gather, which sharded or on an accelerator is slow.
+      # Returns x[(c - i) mod n] without a gather, which is slow on accelerators and sharded arrays.
       return jnp.roll(jnp.flip(x, 0), shifts[k] + 1, 0)
 
     partners, partner_target = [partner(x) for x in moved], partner(target)
     weight, partner_weight = moved[0], partners[0]
-    # Compared, and not multiplied: a product of differences may underflow.
+    # Signs are compared, since a product of differences may underflow.
     swaps = (partner_weight > weight) & (partner_target < target)
     swaps |= (partner_weight < weight) & (partner_target > target)
     return [jnp.where(swaps, y, x) for x, y in zip(moved, partners, strict=True)]
 
-  # A round moves memory and hardly computes. So a weight and its place are packed into one integer,
-  # if enough bits of the weight remain to compare it with others of its vector.
+  # A round takes the time of moving its arrays. So a weight and its place are packed into one
+  # integer, if enough bits remain to compare the weights of a vector.
   if 32 - place_bits < _LEAST_BITS:
     return jax.lax.fori_loop(0, len(bits), swap, [weights, places])[1]
   packed = (_levels(weights, 32 - place_bits) << place_bits) | places
@@ -70,8 +71,8 @@ def pairs(weights: jax.Array, target: jax.Array, bits: jax.Array) -> jax.Array:
 
 
 def _levels(weights: jax.Array, bits: int) -> jax.Array:
-  """Each weight's level among equally spaced ones, as signed integers of `bits` bits."""
-  # Computed in floats, in which levels of up to 24 bits are exact.
+  """Returns each weight rounded to one of 2^bits equally spaced levels, as a signed integer."""
+  # Levels are computed in float32, in which integers of up to 24 bits are exact.
   bits = min(bits, 24)
   dtype = _arrays.accumulator_dtype(weights.dtype)
   low = jnp.min(weights, axis=0, keepdims=True).astype(dtype)
@@ -82,5 +83,5 @@ def _levels(weights: jax.Array, bits: int) -> jax.Array:
 
 
 def ranks(x: jax.Array) -> jax.Array:
-  """Each entry's rank in its column; equal entries keep their order; there must be no NaN."""
+  """Returns each entry's rank in its column; equal entries keep their order. NaN is not allowed."""
   return _sorting.inverse(_sorting.argsort(x))

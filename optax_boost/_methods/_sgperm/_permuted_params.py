@@ -1,4 +1,4 @@
-"""A model whose params are a permutation of the initial ones: its params, integers and file."""
+"""`PermutedParams`: a model whose params are a permutation of the initial params, and its file."""
 
 from collections.abc import Sequence
 import math
@@ -31,10 +31,10 @@ class PermutedParams(NamedTuple):
 
   Attributes:
     params: exactly a permutation of the initial params. Leaves that the method doesn't permute are
-      those of the params passed to :func:`permuted_params`, or ``optax.MaskedNode()``.
-    permutation: int32 of the same shapes: for each entry of a leaf the index that its value had in
-      the raveled initial leaf. With the initial params, these integers are the whole model. Leaves
-      that the method doesn't permute are ``optax.MaskedNode()``.
+      the leaves of the params passed to :func:`permuted_params`, or ``optax.MaskedNode()``.
+    permutation: a tree like `params` of int32: for each entry of a leaf the index that the entry's
+      value had in the raveled initial leaf. These integers and the initial params determine the
+      model. Leaves that the method doesn't permute are ``optax.MaskedNode()``.
 
   Examples:
     >>> import pathlib, tempfile, jax, jax.numpy as jnp, optax_boost
@@ -55,12 +55,12 @@ class PermutedParams(NamedTuple):
 
   @classmethod
   def from_initial(cls, initial: optax.Params, permutation: optax.Params) -> "PermutedParams":
-    """Permutes initial params.
+    """Returns the model whose params are a permutation of initial params.
 
     Args:
       initial: the params that the training started from.
-      permutation: a tree like `initial` of integers. For ``optax.MaskedNode()`` a leaf stays as it
-        is.
+      permutation: a tree like `initial` of integers. A leaf whose permutation is
+        ``optax.MaskedNode()`` is not permuted.
 
     Returns:
       The model, whose params are exact.
@@ -79,11 +79,12 @@ class PermutedParams(NamedTuple):
     return cls(jax.tree.unflatten(structure, permuted), permutation)
 
   def save(self, path: str | os.PathLike[str]) -> None:
-    """Writes the integers to one npz file, without the initial values.
+    """Writes the permutation to one npz file, without the initial values.
 
-    An existing file is replaced as a whole. For each weight the file holds the rank of its value
-    among the distinct values of its vector, in 8, 16 or 32 bits, deflated. Leaves that are not
-    permuted are written whole. If several processes have parts of the arrays, all must call it.
+    An existing file is replaced as a whole. For each weight the file holds the rank of the weight's
+    value among the distinct values of its vector, in 8, 16 or 32 bits, deflated. Leaves that are
+    not permuted are written whole. If arrays are sharded over several processes, all processes must
+    call `save`.
 
     Args:
       path: the file, ``*.npz`` by convention.
@@ -114,12 +115,12 @@ class PermutedParams(NamedTuple):
 
   @classmethod
   def load(cls, path: str | os.PathLike[str], initial: optax.Params) -> "PermutedParams":
-    """Reads a file of :meth:`save`.
+    """Returns the model in a file of :meth:`save`.
 
     Args:
       path: the file.
       initial: the params that the training started from. JAX's random numbers may differ between
-        versions and implementations; the file has a checksum of each leaf, which is compared.
+        versions and implementations, so `load` compares a checksum of each leaf in the file.
 
     Returns:
       The saved model, bit for bit, in the dtypes and on the devices of `initial`.
@@ -144,20 +145,21 @@ class PermutedParams(NamedTuple):
 def permuted_params(
   opt_state: optax.OptState, params: optax.Params | None = None
 ) -> PermutedParams:
-  """The model in an optimizer state of :func:`sgperm` or :func:`laperm`.
+  """Returns the model in an optimizer state of :func:`sgperm` or :func:`laperm`.
 
   Args:
-    opt_state: the state of any chain or wrapper that holds one of the two. With ``laperm`` the
-      result is the model of the last synchronization.
-    params: the params that have the leaves which were masked out or excluded.
+    opt_state: the state of any chain or wrapper that holds one `sgperm` or one `laperm`. With
+      `laperm` the result is the model of the last synchronization.
+    params: params from which the result takes leaves that were masked or excluded. None: such
+      leaves are ``optax.MaskedNode()``.
 
   Returns:
-    The :class:`PermutedParams`. Permuted leaves have the dtype that the method trained. Under
-    ``master_weights`` that is the masters' dtype.
+    The :class:`PermutedParams`. Permuted leaves have the dtype that the method trained; under
+    ``master_weights`` this is the dtype of the master weights.
 
   Raises:
-    ValueError: the state holds neither or several; or `params` have another tree; or the state is
-      that of a population (map over it with ``jax.vmap``).
+    ValueError: the state holds neither `sgperm` nor `laperm`, or several; or `params` have another
+      tree; or ``init`` was called under ``vmap`` (then map over the state with ``jax.vmap``).
 
   Examples:
     >>> import jax.numpy as jnp, optax_boost
@@ -176,7 +178,7 @@ def permuted_params(
       f" {len(states)}. Pass the part of the optimizer state that belongs to one of them."
     )
   _tree_checks.require_one_run(states[0].count, "permuted_params")
-  # Copied, as a train step that donates its state deletes these arrays.
+  # The result is a copy, since a train step that donates its state deletes the state's arrays.
   exact, permutation = _arrays.copy_arrays((states[0].permuted_params, states[0].permutation))
   if params is None:
     return PermutedParams(exact, permutation)
@@ -188,14 +190,14 @@ def permuted_params(
 
 
 def _on_this_host(x: jax.Array) -> np.ndarray:
-  """An array on this host; if several processes have parts of it, all must call this."""
+  """Returns the whole array on this host; if it is sharded over processes, all must call this."""
   if _placement.is_whole_here(x):
     return np.asarray(x)
   return np.asarray(multihost_utils.process_allgather(x, tiled=True))
 
 
 def _aligned(tree: optax.Params, params: optax.Params) -> list[Any]:
-  """The leaves of a tree like the params, in the order of the params' leaves."""
+  """Returns the leaves of `tree`, one for each leaf of `params`; ValueError for another tree."""
   leaves = _masks.leaves_like(tree, params)
   if leaves is None:
     raise ValueError(
@@ -206,7 +208,7 @@ def _aligned(tree: optax.Params, params: optax.Params) -> list[Any]:
 
 
 def _permuted(name: str, start: jax.Array, index: jax.Array) -> jax.Array:
-  """Permutes a leaf; ValueError if `index` is no permutation of its entries."""
+  """Returns a permuted leaf; raises ValueError if `index` is no permutation of its entries."""
   if _masks.is_masked(start) or _masks.is_masked(index):
     return start
   integers = jnp.issubdtype(jnp.result_type(index), jnp.integer)
@@ -224,9 +226,9 @@ def _permuted(name: str, start: jax.Array, index: jax.Array) -> jax.Array:
 
 
 def check_indices(index: jax.Array, size: int, argument: str, name: str) -> None:
-  """ValueError if a column of integers (`size`, ...) doesn't hold 0 to `size` - 1 once each.
+  """Raises ValueError if a column of `index` (`size`, ...) doesn't hold 0 to `size` - 1 once each.
 
-  Traced integers pass.
+  Traced integers are not checked.
   """
   if isinstance(index, jax.core.Tracer) or not size or not _placement.is_whole_here(index):
     return
@@ -240,7 +242,7 @@ def check_indices(index: jax.Array, size: int, argument: str, name: str) -> None
 
 
 def _read(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
-  """The arrays in a file."""
+  """Returns the arrays in a file by name; raises ValueError if it is no file of `save`."""
   try:
     with open(path, "rb") as file:
       loaded = np.load(file, allow_pickle=False)
@@ -255,7 +257,7 @@ def _read(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
 
 
 def _decoded(arrays: dict[str, np.ndarray], name: str, leaf: jax.Array) -> tuple[Any, Any]:
-  """A leaf's values and permutation, from its initial values and the arrays in a file."""
+  """Returns a leaf's values and permutation, from its initial values and the arrays in a file."""
   start, sharding = _on_this_host(leaf), jnp.asarray(leaf).sharding
   values = arrays.get(f"values/{name}")
   if values is not None and values.shape == start.shape:
@@ -264,7 +266,8 @@ def _decoded(arrays: dict[str, np.ndarray], name: str, leaf: jax.Array) -> tuple
   if axes is not None and all(axis < start.ndim for axis in axes):
     ranks, first = arrays[f"ranks/{name}"], _columns(_bits(start), axes)
     if ranks.shape == first.shape:
-      # Equal values keep their order; any order would give the same params.
+      # Ranks don't tell which of several equal values an entry had. Equal values keep their order,
+      # and any order would give the same params.
       entries = _columns(np.arange(start.size, dtype=np.int32).reshape(start.shape), axes)
       by_rank = np.argsort(ranks, axis=0, kind="stable")
       by_start = np.argsort(first, axis=0, kind="stable")
@@ -303,7 +306,7 @@ def _columns(x: np.ndarray, axes: Sequence[int]) -> np.ndarray:
 
 
 def _dense_ranks(columns: np.ndarray) -> np.ndarray:
-  """Each entry's rank among the distinct entries of its column, in the smallest unsigned type."""
+  """Returns each entry's rank among the distinct entries of its column, as small unsigned ints."""
   order = np.argsort(columns, axis=0, kind="stable")
   ordered = np.take_along_axis(columns, order, 0)
   classes = np.zeros(columns.shape, np.int64)
@@ -314,16 +317,16 @@ def _dense_ranks(columns: np.ndarray) -> np.ndarray:
 
 
 def _bits(x: np.ndarray) -> np.ndarray:
-  """Floats as unsigned integers, in which 0.0 and -0.0 differ."""
+  """Returns the bits of floats as unsigned integers, in which 0.0 and -0.0 differ."""
   return np.ascontiguousarray(x).view(f"u{x.dtype.itemsize}").reshape(x.shape)
 
 
 def _widened(x: np.ndarray) -> np.ndarray:
-  """Converts floats to float32 or float64, which NumPy has."""
+  """Returns floats as float32 or float64, since NumPy has no bfloat16; other arrays unchanged."""
   floating = jnp.issubdtype(x.dtype, jnp.floating)
   return x.astype(_arrays.accumulator_dtype(x.dtype)) if floating else x
 
 
 def _checksum(values: np.ndarray) -> np.uint32:
-  """A checksum that is the same for params in half precision and for their masters."""
+  """Returns a checksum of floats, the same for bfloat16 and for float32 of the same values."""
   return np.uint32(zlib.crc32(_widened(values).tobytes()))

@@ -5,14 +5,14 @@ gradient g:
 
   m <- momentum_lr g + momentum m       recommendations: increase where m < 0, decrease where m > 0
   random subsets have floor(lamda n) weights each; in a subset with k nonzero recommendations
-  epsilon = R (alpha + 1 / k)           no weight may change by more
-  for each weight, by falling |m|, the nearest cycle of moves is made, in which each weight moves as
-  it is recommended and by at most epsilon; a weight moves at most once per step
+  epsilon = R (alpha + 1 / k)           the bound on the change of a weight
+  for each weight, by falling |m|, the step makes the nearest cycle of moves in which each weight
+  moves as recommended and by at most epsilon; a weight moves at most once per step
 
 "Nearest" means what SGPerm.py means, the program of arXiv:2003.02570, down to ties and roundings.
 With distinct weights the cycle has a closed form: a weight that wants to increase, the nearest
-larger weight that wants to decrease, and all weights between them, if they are within epsilon (and
-the mirror image of this).
+larger weight that wants to decrease, and all weights between the two, if all moves are within
+epsilon. A weight that wants to decrease starts the mirror image of such a cycle.
 """
 
 from collections.abc import Sequence
@@ -58,8 +58,9 @@ class SgpermState(NamedTuple):
       had in the raveled initial leaf.
     ranks: with ``method="rank"`` int32 of the params' shapes: the ranks of the weights in their
       vectors; else ``()``.
-    ranked_axes: scalar int32, a checksum of the axes of these vectors; 0 before the first step.
-    notfinite_count: scalar int32, the steps with a gradient entry that was not finite.
+    ranked_axes: scalar int32, a checksum of the fan-in axes of all leaves, which tells whether
+      `ranks` belong to the same vectors; 0 before the first step.
+    notfinite_count: scalar int32, the number of steps in which a gradient entry was not finite.
   """
 
   count: _types.IntScalar  # type: ignore[assignment]  # hides the method of tuples
@@ -94,27 +95,29 @@ def sgperm(
 ) -> optax.GradientTransformationExtraArgs:
   r"""Trains by permuting the weights that lead into each output; no value ever changes.
 
-  A whole model is its initial weights, which a seed may give, and integers: see
-  :class:`PermutedParams`. There are three methods of permuting:
+  A trained model is its initial weights, which a seed can reproduce, and a permutation:
+  see :class:`PermutedParams`. There are three methods of permuting:
 
   - ``"exact"``: the published algorithm, weight for weight. Device and host give the same bits; on
     a CPU the host is faster if numba is installed (``pip install ".[host]"`` in a clone).
-  - ``"pairs"``: not the paper's. Random pairs of weights swap if that brings them into the order of
-    their targets :math:`w - R (\alpha + 1/n)\, m / \max |m|`. No sort: many times faster.
-  - ``"rank"``: not the paper's. The position with the r-th smallest target gets the r-th smallest
-    weight.
+  - ``"pairs"``, which is not in the paper: random pairs of weights swap if this brings them into
+    the order of their targets :math:`w - R (\alpha + 1/n)\, m / \max |m|`. This needs no sort
+    and is many times faster.
+  - ``"rank"``, which is not in the paper: the position with the r-th smallest target gets the r-th
+    smallest weight.
 
-  It takes plain gradients and returns the difference to the permuted weights: no scaling of updates
-  and no weight decay may follow it in a chain. With :func:`make_train_step` and
-  :func:`apply_gradients` params are exactly a permutation of the initial ones, to the bit. With
-  ``optax.apply_updates`` they stay within one rounding of it: ``p + (q - p)`` is not always ``q``.
+  `sgperm` takes plain gradients and returns the permuted weights minus the params, so no scaling of
+  updates and no weight decay may follow in a chain. With :func:`make_train_step` and
+  :func:`apply_gradients` the params are exactly a permutation of the initial params, to the bit.
+  With ``optax.apply_updates`` they stay within one rounding of a permutation, since
+  ``p + (q - p)`` is not always ``q``.
 
   A weight vector holds the weights that lead into one output, in each layer and expert. It runs
-  along the fan-in, which :func:`make_train_step` reads from its trace of the loss. In your own loop
-  pass `layers`. Without it, vectors run along all axes but the output axis, except for Flax's
-  attention projections, which are known by name. A bias is one vector. Give leaves that should not
-  be permuted, such as those of BatchNorm, to another optimizer by ``optax.partition``. A gradient
-  entry that is not finite leaves its momentum unchanged.
+  along the fan-in, which :func:`make_train_step` reads from its trace of the loss. In your own
+  loop, pass `layers`. Without `layers`, vectors run along all axes but the output axis, except for
+  Flax's attention projections, which are known by name. A bias is one vector. Give leaves
+  that should not be permuted, such as those of BatchNorm, to another optimizer by
+  ``optax.partition``. A gradient entry that is not finite leaves its momentum unchanged.
 
   Args:
     alpha: how far a weight may move in one step, as a share of its vector's range, before the
@@ -125,12 +128,12 @@ def sgperm(
     beta2: factor of lamda at the start of each step.
     alpha_min: lower bound of alpha.
     lamda_max: upper bound of lamda.
-    momentum_lr: weight of the gradient in the momentum. Only its size relative to the momentum that
-      is there has an effect.
-    momentum: raising it averages gradients over more steps.
+    momentum_lr: weight of the gradient in the momentum. Only the size of the weighted gradient
+      relative to the momentum has an effect.
+    momentum: the decay of the momentum. Raising it averages gradients over more steps.
     partition_size_min: the least size of a subset. Static.
     include_partition_remainder: whether the last, smaller subset of a vector takes part.
-    method: see above.
+    method: ``"exact"``, ``"pairs"`` or ``"rank"``, as described at the top.
     backend: where ``"exact"`` runs. ``"auto"``: on the host if JAX runs on one CPU device and numba
       is installed, else on the device. The host kernel gathers sharded leaves on one device.
     key: a key of ``jax.random.key`` or a seed. Not needed for ``"rank"``, nor if lamda is 1 in
@@ -141,7 +144,7 @@ def sgperm(
   Returns:
     An :class:`optax.GradientTransformationExtraArgs` that needs `params`. Its updates have the
     wider of the dtypes of params and gradients. The extra argument `partitions` replays recorded
-    shuffles: a tree like the params of int32 (n, vectors), the positions of each vector after them.
+    shuffles: a tree like the params of int32 (n, vectors), the shuffled positions of each vector.
 
   Raises:
     ValueError: the key is missing; in ``init`` outside of ``jit``: weights are not finite.
@@ -209,7 +212,7 @@ def sgperm(
 
 @dataclasses.dataclass(frozen=True)
 class _Sgperm:
-  """The transformation; its fields are the checked arguments of :func:`sgperm`."""
+  """The functions `init` and `step` of :func:`sgperm`; its checked arguments are the fields."""
 
   layouts: _weight_vectors.Layouts
   schedules: _schedules.Schedules
@@ -274,7 +277,7 @@ class _Sgperm:
   def _new_momentum(
     self, updates: optax.Updates, momentum: optax.Updates
   ) -> tuple[optax.Updates, _types.BoolScalar]:
-    """The new momentum, and whether a gradient entry was not finite.
+    """Returns the new momentum, and whether a gradient entry was not finite.
 
     Entries whose gradient or new momentum is not finite keep their old momentum.
     """
@@ -293,9 +296,9 @@ class _Sgperm:
     weights: Sequence[Sequence[jax.Array]],
     fixed: Sequence[Sequence[jax.Array]],
   ) -> list[Sequence[jax.Array]]:
-    """The new weights, permutation and, with ``method="rank"``, ranks of each leaf.
+    """Returns the new weights, permutation and, with ``method="rank"``, ranks of each leaf.
 
-    `weights` has these arrays before the step; `fixed` has the momentum and perhaps partitions.
+    `weights` has these arrays before the step; `fixed` has the momentum, and `partitions` if given.
     """
     count, key, unranked = args
     bits = self._random_bits(count, key, layouts)
@@ -310,7 +313,7 @@ class _Sgperm:
     def rank(
       values: jax.Array, entries: jax.Array, ranks: jax.Array, momentum: jax.Array
     ) -> list[jax.Array]:
-      # The first step may get other `layers` than `init` had; then the ranks are unknown.
+      # `ranks` are of no use before the first step, or if `layers` have changed the weight vectors.
       order = jax.lax.cond(
         unranked, lambda: _sorting.argsort(values), lambda: _sorting.inverse(ranks)
       )
@@ -320,7 +323,8 @@ class _Sgperm:
     def exact(
       values: jax.Array, entries: jax.Array, momentum: jax.Array, *partitions: jax.Array
     ) -> list[jax.Array]:
-      # With the outputs in front of the leaves, an axis of outputs that is sharded stays so.
+      # The axis of leaves moves behind the axes of outputs before all are merged into columns, so
+      # that a sharded axis of outputs stays sharded.
       shape = jnp.moveaxis(values, 1, -1).shape
 
       def columns(x: jax.Array) -> jax.Array:
@@ -347,14 +351,14 @@ class _Sgperm:
   def _random_bits(
     self, count: jax.Array, key: jax.Array, layouts: Sequence[_weight_vectors.Layout]
   ) -> jax.Array:
-    """Random words that all leaves share, which is no loss: weights don't move between vectors."""
+    """Returns random words for this step, which all leaves share."""
     drawn = [lay.length for lay in layouts if self.method == "exact" and self._draws(lay.length)]
     most = _pairs_and_ranks.ROUNDS if self.method == "pairs" else max(drawn, default=0)
     step_key = jax.random.wrap_key_data(key, impl=jax.random.key_impl(self.key))
     return jax.random.bits(jax.random.fold_in(step_key, count), (most,), jnp.uint32)
 
   def _draws(self, n: int) -> bool:
-    """Whether a vector of n weights has several subsets in some step."""
+    """Returns whether a vector of n weights has several subsets in some step."""
     return self.schedules.sizes(n, self.least)[0] < n
 
   def _work(
@@ -365,7 +369,7 @@ class _Sgperm:
     momentum: jax.Array,
     order: jax.Array | None = None,
   ) -> _host_search.Work:
-    """The inputs of an exact step on columns; `bits` shuffle them if there is no `order`."""
+    """Returns the inputs of an exact step on columns; `bits` shuffle them if `order` is None."""
     n = len(values)
     if order is None:
       order = _sorting.argsort(bits[:n]) if self._draws(n) else jnp.arange(n, dtype=jnp.int32)
@@ -374,16 +378,16 @@ class _Sgperm:
     return _host_search.Work(values, momentum, order, size, brackets)
 
   def _on_host(self) -> bool:
-    """Whether the exact step runs on the host."""
+    """Returns whether the exact step runs on the host."""
     if self.backend != "auto":
       return self.backend == "host"
-    # The host kernel is faster on a CPU, but gathers sharded leaves.
+    # On a CPU the host kernel is faster, but with several devices it would gather sharded leaves.
     alone = jax.default_backend() == "cpu" and jax.device_count() == 1
     return alone and _host_search.have_numba()
 
 
-# Jitted and with a sharding hint, because outside of ``jit`` the results of a callback would not be
-# on the mesh of the weights.
+# `jit` and `sharded_like` put the results on the mesh of the weights. Outside of `jit`, the results
+# of a callback would not be on this mesh.
 @functools.partial(jax.jit, static_argnums=1)
 def _called_back(works: list[_host_search.Work], remainder: bool) -> list[jax.Array]:
   shapes = [jax.ShapeDtypeStruct(work.weights.shape, jnp.int32) for work in works]
@@ -396,7 +400,10 @@ def _called_back(works: list[_host_search.Work], remainder: bool) -> list[jax.Ar
 
 
 def _permute_on_host(works: list[_host_search.Work], *, remainder: bool) -> list[np.ndarray]:
-  """The exact step of each leaf; ``vmap`` may have put axes in front of those of the leaf."""
+  """Makes the exact step of each leaf; returns each position's source of its weight.
+
+  ``vmap`` may have put axes in front of the axes (n, vectors).
+  """
   results = []
   for work in works:
     arrays = jax.tree.map(np.asarray, work)
@@ -413,7 +420,10 @@ def _orders_to_replay(
   updates: optax.Updates,
   layouts: list[_weight_vectors.Layout],
 ) -> list[list[jax.Array]]:
-  """A list with one list, the arrays of `partitions` in the leaves' shapes; empty without them."""
+  """Returns a list of one list: the arrays of `partitions`, in the leaves' shapes.
+
+  Returns an empty list if `partitions` is None.
+  """
   if partitions is None:
     return []
   structure: _types.TreeDef = jax.tree.structure(updates)

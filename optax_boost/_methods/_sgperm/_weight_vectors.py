@@ -1,4 +1,4 @@
-"""Weight vectors: cuts a leaf into one column per output, which holds its incoming weights."""
+"""Cuts leaves into weight vectors: one column per output, with the weights that lead to it."""
 
 import dataclasses
 import math
@@ -24,9 +24,10 @@ from optax_boost._trace import _layer_axes
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-  """How a leaf is cut into weight vectors."""
+  """Describes how a leaf is cut into weight vectors."""
 
-  # The path of the leaf; leaves that differ only in it share programs.
+  # The path of the leaf. Layouts that differ only in the path are equal, so their leaves share a
+  # compiled program.
   name: str = dataclasses.field(compare=False)
   shape: tuple[int, ...]
   fan_in: tuple[int, ...]  # the axes that run along a weight vector
@@ -34,40 +35,40 @@ class Layout:
 
   @property
   def axes(self) -> tuple[int, ...]:
-    """All axes, those of the fan-in first."""
+    """Returns all axes of the leaf, the axes of the fan-in first."""
     return self.fan_in + tuple(axis for axis in range(len(self.shape)) if axis not in self.fan_in)
 
   @property
   def length(self) -> int:
-    """The number n of weights in a vector."""
+    """Returns the number n of weights in a vector."""
     return math.prod(self.shape[axis] for axis in self.fan_in)
 
   @property
   def vectors(self) -> int:
-    """The number of vectors."""
+    """Returns the number of vectors."""
     return math.prod(self.shape[axis] for axis in self.axes[len(self.fan_in) :])
 
   @property
   def movable(self) -> bool:
-    """Whether the leaf is permuted: it has vectors of several weights, and is not excluded."""
+    """Returns whether the leaf is permuted: not excluded, with vectors of several weights."""
     return self.length > 1 and self.vectors > 0 and not self.excluded
 
   def fan_in_first(self, x: jax.Array) -> jax.Array:
-    """The leaf as (*fan_in, *outputs)."""
+    """Returns the leaf `x` with its axes in the order (*fan_in, *outputs)."""
     return jnp.transpose(x, self.axes)
 
   def columns(self, x: jax.Array) -> jax.Array:
-    """The leaf as (n, vectors)."""
+    """Returns the leaf `x` as an array (n, vectors)."""
     return self.fan_in_first(x).reshape(self.length, self.vectors)
 
   def leaf(self, columns: jax.Array) -> jax.Array:
-    """The inverse of :meth:`columns` and of :meth:`fan_in_first`."""
+    """Returns the leaf from the result of :meth:`columns` or :meth:`fan_in_first`."""
     shape = [self.shape[axis] for axis in self.axes]
     return jnp.transpose(columns.reshape(shape), np.argsort(self.axes).tolist())
 
 
 class Layouts:
-  """Finds the layout of each leaf of a tree, from the arguments of a factory."""
+  """Finds the layout of each leaf of a tree from `layout`, `layers` and `exclude` of a factory."""
 
   def __init__(
     self,
@@ -94,9 +95,9 @@ class Layouts:
     self._layouts = _trees.once_per_tree(layouts)
 
   def for_init(self, params: optax.Params) -> list[Layout]:
-    """The layouts of all leaves in ``init``; those in ``update`` may have other axes.
+    """Returns the layouts of all leaves in ``init``; in ``update`` they may have other fan-in axes.
 
-    ValueError if weights whose values are known are not finite.
+    Raises ValueError if permuted weights are not finite; traced weights are not checked.
     """
     layouts: list[Layout] = self._layouts(params, self._layers)
     for lay, x in zip(layouts, jax.tree.leaves(params), strict=True):
@@ -111,9 +112,9 @@ class Layouts:
   def for_update(
     self, permuted_params: optax.Params, params: optax.Params, layers: _types.Unchecked
   ) -> list[Layout]:
-    """The layouts of all leaves in ``update``, which has the extra argument `layers`.
+    """Returns the layouts of all leaves in ``update``; `layers` is its extra argument.
 
-    ValueError if the state has `permuted_params` of other shapes.
+    Raises ValueError if `permuted_params`, from the state, have other shapes than `params`.
     """
     layer_axes = _layer_arguments.choose_layers(self._layers, layers)
     layouts: list[Layout] = self._layouts(params, layer_axes)
@@ -124,7 +125,7 @@ class Layouts:
 
 
 def _finite(x: jax.Array) -> bool:
-  # Computed now, even inside a trace, since the values are known.
+  # Evaluates now. Inside a trace the result would otherwise be a tracer, although `x` is known.
   with jax.ensure_compile_time_eval():
     return bool(_largest_is_finite(x))
 
@@ -137,10 +138,10 @@ def _largest_is_finite(x: jax.Array) -> jax.Array:
 
 
 def identity(x: jax.Array | jax.ShapeDtypeStruct) -> jax.Array | jax.ShapeDtypeStruct:
-  """The identity as a permutation: for each entry of a leaf its own index, int32."""
+  """Returns the identity as a permutation: each entry's index in the raveled leaf, int32."""
   if isinstance(x, jax.ShapeDtypeStruct):
     return x.update(dtype=jnp.int32)
-  # `jax.jit` drops an argument without entries, and with it the mesh.
+  # `jax.jit` drops an argument without entries, so the result would lose the mesh of `x`.
   return _entries(x) if x.size else jnp.zeros_like(x, dtype=jnp.int32)
 
 
@@ -154,6 +155,6 @@ def _entries(x: jax.Array) -> jax.Array:
 
 
 def difference(gradient: jax.Array, current: jax.Array, target: jax.Array) -> jax.Array:
-  """The update that leads from `current` to `target`, in the wider dtype of params and gradient."""
+  """Returns target - current, in the wider of the dtypes of `current` and `gradient`."""
   dtype = jnp.promote_types(current.dtype, gradient.dtype)
   return target.astype(dtype) - current.astype(dtype)
