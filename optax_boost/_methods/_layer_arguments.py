@@ -56,7 +56,7 @@ class Leaves:
     self._plan = _trees.once_per_tree(plan)
 
   def plan(self, tree: _types.Tree, layers: _types.Unchecked = None) -> Plan:
-    """Returns the :data:`Plan` of a tree; `layers` is the extra argument of ``update``."""
+    """Returns the `Plan` of a tree; `layers` is the extra argument of ``update``."""
     return self._plan(tree, self.layer_axes(layers))
 
   def layer_axes(self, layers: _types.Unchecked) -> _layer_axes.LayerAxes | None:

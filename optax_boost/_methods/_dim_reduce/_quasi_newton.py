@@ -168,10 +168,8 @@ def backtrack(
 ) -> Search:
   """Tries the lengths first, first rho, first rho^2, ... until the loss falls enough below `value`.
 
-  ``trial(length)`` returns the loss and its linear change. A loss is low enough if it is below
-  `value` plus `sigma` times the linear change; a positive change counts as zero. If the change is
-  below `resolution`, the relative rounding error of a loss, the search ends, and accepts the length
-  unless the loss grows; None ignores rounding errors. Returns the last state of the search.
+  ``trial(length)`` returns the loss and its linear change. `resolution` is the relative rounding
+  error of a loss; None ignores rounding errors. Returns the last state of the search.
   """
 
   def more(search: Search) -> jax.Array:
@@ -181,9 +179,12 @@ def backtrack(
     loss, change = trial(search.step)
     loss, change = loss.astype(value.dtype), change.astype(value.dtype)
     good = jnp.isfinite(loss)
+    # A positive linear change counts as zero.
     enough = good & (value + sigma * jnp.minimum(change, 0) > loss)
     hidden = jnp.zeros([], bool)
     if resolution is not None:
+      # If rounding errors hide the change, the search ends. It accepts the length unless the loss
+      # has grown.
       hidden = good & (jnp.abs(change) <= resolution * jnp.abs(value))
       enough |= hidden & (change < 0) & (loss <= value)
     # From its start to its minimum, a parabola falls by half of the linear change.
@@ -209,15 +210,16 @@ def next_step(
 ) -> _types.FloatScalar:
   """Returns the first length that the next search tries.
 
-  If `search` accepted its first trial, this is the accepted length / rho, above 1 only if
-  `search.short`. If `search` accepted a later trial, it is the accepted length. If no trial was
-  accepted, it is `restart`; but after steepest descent it is the next shorter length, or
-  `first` / rho if rounding errors hid the change, or `first` if no loss was finite.
+  This is the accepted length, or the next longer length if `search` accepted its first trial. If
+  `search` accepted no length, it is `restart`, or another length after steepest descent.
   """
+  # A length above 1 needs `search.short`.
   longer = search.accepted / rho
   longer = jnp.where(search.short, longer, jnp.minimum(longer, 1))
   grows = (search.tried == 1) & (longer > search.accepted)
   accepted = jnp.where(grows, longer, search.accepted)
+  # After steepest descent: the next shorter length, `first` again if no loss was finite, or the
+  # next longer length if rounding errors hid the change.
   failed = jnp.where(search.notfinite == search.tried, first, search.step)
   failed = jnp.where(search.hidden, first / rho, failed)
   failed = jnp.where(steepest, failed, restart)

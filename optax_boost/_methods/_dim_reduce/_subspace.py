@@ -41,7 +41,7 @@ class Subspace(NamedTuple):
 
   @property
   def components(self) -> int:
-    """The dimension of the subspace, k."""
+    """Returns k, the dimension of the subspace."""
     return jnp.shape(self.explained_variance)[-1]
 
   def __repr__(self) -> str:
