@@ -53,7 +53,7 @@ def evaluate(params: Any, held_out: np.ndarray) -> jax.Array:
   return losses.mean()
 
 
-def step_seconds(step: Any, state: Any, batch: np.ndarray, count: int = 9) -> float:
+def step_seconds(step: Any, state: Any, batch: np.ndarray, count: int = 15) -> float:
   """The median processor time of a step, of which a copy of the state is trained."""
   state, seconds = jax.tree.map(jnp.copy, state), []
   for _ in range(1 + count):

@@ -19,10 +19,12 @@ MASKED_SHARE = 0.15
 # Short trainings in turns of a few steps give the ratios of the steps' times.
 TIMED, TURN, ROUNDS = 12, 3, 7
 BINS = 8
+# Longer ones have no controls.
+LONGEST_CONTROLLED = 256
 
 
 class Task(NamedTuple):
-  """A training of a transformer of 4 blocks of 64 on characters.
+  """A training of a transformer of 4 blocks on characters.
 
   Attributes:
     title: for tables.
@@ -31,6 +33,7 @@ class Task(NamedTuple):
     length: of the sequences.
     budget: the time of O0, in that of `TOKENS` tokens.
     masked: whether to predict masked characters instead of the next ones.
+    width: of the residual stream.
   """
 
   title: str
@@ -39,6 +42,17 @@ class Task(NamedTuple):
   length: int = 128
   budget: int = 1
   masked: bool = False
+  width: int = 64
+
+  @property
+  def attention_share(self):
+    """L / 6d: a block's multiplications for attention over those of its kernels."""
+    return self.length / (6 * self.width)
+
+  @property
+  def programs(self):
+    """What decides the time of a step of a shape."""
+    return self.rotary, self.length, self.masked, self.width
 
 
 SHAKESPEARE = "tinyshakespeare"
@@ -56,16 +70,46 @@ TASKS = {
     "learned, 256, four times as long", SHAKESPEARE, rotary=False, length=256, budget=4
   ),
 }
+# Sequences of which attention takes a large part of a step, and a width at which it doesn't.
+LONG_TASKS = {
+  "512": Task("rotary, length 512", SHAKESPEARE, length=512),
+  "learned 512": Task("learned, length 512", SHAKESPEARE, rotary=False, length=512),
+  "sources 512": Task("Python's library, rotary, 512", "sources", length=512),
+  "wide 512": Task("rotary, 512, width 256", SHAKESPEARE, length=512, width=256),
+  "1024": Task("rotary, length 1,024", SHAKESPEARE, length=1024),
+  "learned 1024": Task("learned, length 1,024", SHAKESPEARE, rotary=False, length=1024),
+  "512 x 4": Task("rotary, 512, four times as long", SHAKESPEARE, length=512, budget=4),
+}
+ALL_TASKS = TASKS | LONG_TASKS
 O0, O1, O2 = "O0", "O1", "O2"
 SHORT, DROPPED, SMALL = "a quarter, then full", "the ladder, rest dropped", "small batch first"
+
+
+class Ladder(NamedTuple):
+  """A schedule of lengths that is tried beside the levels'.
+
+  Attributes:
+    divisors: of the full length, descending to 1.
+    full_from: the share of the steps from which sequences are full.
+  """
+
+  divisors: tuple[int, ...]
+  full_from: float
+
+  def schedule(self, full, steps):
+    """The lengths, each of which begins where one that grows linearly reaches it."""
+    lengths = tuple(full // n for n in self.divisors)
+    shares = [(length - lengths[0]) / (full - lengths[0]) for length in lengths]
+    starts = tuple(round(self.full_from * steps * share) for share in shares)
+    return optax_boost.LengthSchedule(lengths, starts)
 
 
 class Setting(NamedTuple):
   """A training: of what, in which form, with which batch and peak rate, in what time.
 
   Attributes:
-    task: of `TASKS`.
-    form: a level or a control.
+    task: of `ALL_TASKS`.
+    form: a level, a control or a ladder.
     batch: whole sequences in a step of O0.
     rate: the peak of the learning rate.
     time: in steps of O0.
@@ -84,6 +128,8 @@ def shapes(task, batch):
   """The shapes (sequences, length) of all steps, in any form; O0's first."""
   full = task.length
   lengths = [full // n for n in (2, 4, 8)]
+  if full > LONGEST_CONTROLLED:
+    return ((batch, full), *((batch * n, full // n) for n in (2, 4, 8, 16, 32)))
   ladder = [(batch * full // n, n) for n in lengths]
   all_shapes = [(batch, full), *ladder, *((batch, n) for n in lengths), (max(1, batch // 2), full)]
   return tuple(dict.fromkeys(all_shapes))
@@ -91,7 +137,7 @@ def shapes(task, batch):
 
 def plan(setting):
   """The shape of each step, as many steps as fit into the setting's time."""
-  full, batch = TASKS[setting.task].length, setting.batch
+  full, batch = ALL_TASKS[setting.task].length, setting.batch
 
   def shapes_of(steps):
     if setting.form == O0:
@@ -102,9 +148,13 @@ def plan(setting):
     if setting.form == SHORT:
       early = steps * 9 // 10
       return [(4 * batch, full // 4)] * early + [(batch, full)] * (steps - early)
-    level = O2 if setting.form == O2 else O1
-    boost = optax_boost.auto_boost(level, total_steps=steps, sequence_length=full)
-    lengths = map(boost.length_schedule, range(steps))
+    if isinstance(setting.form, Ladder):
+      schedule = setting.form.schedule(full, steps)
+    else:
+      # The levels' own, where no positions are learned.
+      share = 0.75 if setting.form == O2 else 0.5
+      schedule = optax_boost.sequence_length_warmup(full, steps, warmup_fraction=share)
+    lengths = map(schedule, range(steps))
     if setting.form == DROPPED:
       return [(batch, length) for length in lengths]
     return [(batch * full // length, length) for length in lengths]
@@ -118,9 +168,9 @@ class Trainer:
   """A training in the making: AdamW, clipped gradients, a rate that rises and falls to 0."""
 
   def __init__(self, name, rate, steps):
-    self.task = task = TASKS[name]
+    self.task = task = ALL_TASKS[name]
     self.network = models.GPT2(
-      layers=4, width=64, heads=4, vocabulary=128, length=task.length, dtype=jnp.float32,
+      layers=4, width=task.width, heads=4, vocabulary=128, length=task.length, dtype=jnp.float32,
       rotary=task.rotary, causal=not task.masked, rematerialized=False,
     )  # fmt: skip
     self.loss = self.network.masked_loss if task.masked else self.network.loss
@@ -163,15 +213,18 @@ class Trainer:
     masked = self.task.masked
 
     @jax.jit
-    def of(params, batch):
+    def sums_and_counts(params, batch):
       if not masked:
         losses = self.network.losses(params, batch[:, :-1], batch[:, 1:])
         return losses.sum(0), jnp.full(length, float(len(batch)))
       losses = self.network.losses(params, batch["tokens"], batch["targets"])
       return (losses * batch["weights"]).sum(0), batch["weights"].sum(0)
 
-    parts = [of(params, jax.tree.map(lambda x, i=i: x[i : i + 64], batch))
-             for i in range(0, len(tokens), 64)]  # fmt: skip
+    at_once = 8192 // length
+    parts = [
+      sums_and_counts(params, jax.tree.map(lambda x, i=i: x[i : i + at_once], batch))
+      for i in range(0, len(tokens), at_once)
+    ]
     sums, counts = (np.sum(x, 0).reshape(BINS, -1).sum(1) for x in zip(*parts, strict=True))
     return (sums / counts).tolist(), float(sums.sum() / counts.sum())
 
@@ -180,7 +233,7 @@ def train(setting, seed):
   """Scores on validation and test data, the larger the better, and test losses by position."""
   steps = plan(setting)
   made, rng = Trainer(setting.task, setting.rate, len(steps)), np.random.default_rng(seed)
-  text = texts.characters(TASKS[setting.task].data)["train"]
+  text = texts.characters(ALL_TASKS[setting.task].data)["train"]
   cut = made.truncated if setting.form == DROPPED else made.batch
   state = made.start(seed)
   for shape in steps:
@@ -193,12 +246,12 @@ def train(setting, seed):
 def measure(chosen, seed):
   """Processor seconds of a step of each shape of a task over the first's."""
   name, tried = chosen
-  text, rng = texts.characters(TASKS[name].data)["train"], np.random.default_rng(seed)
+  text, rng = texts.characters(ALL_TASKS[name].data)["train"], np.random.default_rng(seed)
   made = Trainer(name, 1e-3, 10_000)
   batches, seconds = {}, {shape: [] for shape in tried}
   state = made.start(0)
   for sequences, length in tried:
-    whole = sequences * length >= TASKS[name].length
+    whole = sequences * length >= ALL_TASKS[name].length
     cut = made.batch if whole else made.truncated
     batches[sequences, length] = cut(text, sequences, length, rng)
     state, _ = made.step(state, batches[sequences, length])

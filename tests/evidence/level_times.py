@@ -1,0 +1,90 @@
+"""The time in which a level reaches a tuned O0's score."""
+
+import functools
+
+import numpy as np
+
+from tests.evidence import runs, sequence_trainings, times
+from tests.evidence.sequence_trainings import ALL_TASKS, O0
+
+SEEDS = (0, 1, 2)
+
+
+@functools.cache
+def costs(name, tried):
+  """The time of a step of each shape, in that of the first, and all that `measure` says."""
+  task = ALL_TASKS[name]
+  # One of the tasks with the same programs.
+  alike = next(other for other, t in ALL_TASKS.items() if t.programs == task.programs)
+  (measured,) = runs.train_all(sequence_trainings.measure, [((alike, tried), 0)])
+  return dict(zip(tried, measured["ratios"], strict=True)), measured
+
+
+@functools.cache
+def tuned(name):
+  """O0's best batch and peak rate on validation data: better than half and twice of each."""
+  task = ALL_TASKS[name]
+  first = max(1, sequence_trainings.TOKENS_OF_A_BATCH // task.length)
+  batches = tuple(n for n in (first, 2 * first, 4 * first, first // 2, first // 4) if n)
+  if task.length > sequence_trainings.LONGEST_CONTROLLED:
+    batches = (1, 2) if task.length == 512 else (1,)
+  table, _ = costs(name, tuple((batch, task.length) for batch in batches))
+  steps = task.budget * sequence_trainings.TOKENS / (first * task.length)
+  tried = {}
+  best = (first, 6e-3)
+  if task.budget > 1:
+    shorter = next(n for n, t in ALL_TASKS.items() if t == task._replace(title=t.title, budget=1))
+    best = tuned(shorter)[0].batch, tuned(shorter)[0].rate
+  while True:
+    batch, rate = best
+    cross = [best, (batch // 2, rate), (batch * 2, rate), (batch, rate / 2), (batch, rate * 2)]
+    cross = [pair for pair in cross if pair[0] in batches and pair not in tried]
+    settings = [
+      sequence_trainings.Setting(name, O0, b, r, steps / table[b, task.length]) for b, r in cross
+    ]
+    results = train_all(settings, [runs.TUNING_SEED])
+    tried |= {pair: result["validation"] for pair, (result,) in zip(cross, results, strict=True)}
+    highest = max(tried, key=tried.get)
+    if highest == best:
+      break
+    best = highest
+  batch, rate = best
+  ratios, measured = costs(name, sequence_trainings.shapes(task, batch))
+  time = steps / table[batch, task.length]
+  setting = sequence_trainings.Setting(name, O0, batch, rate, time, tuple(ratios.items()))
+  return setting, tried, measured
+
+
+def train_all(settings, seeds=SEEDS):
+  """The results of each setting, one for each seed."""
+  runs_of = [(setting, seed) for setting in settings for seed in seeds]
+  results = runs.train_all(sequence_trainings.train, runs_of)
+  return [results[i : i + len(seeds)] for i in range(0, len(results), len(seeds))]
+
+
+def mean_test(results):
+  return np.mean([result["test"] for result in results])
+
+
+@functools.cache
+def o0(name):
+  """O0's results."""
+  return train_all([tuned(name)[0]])[0]
+
+
+def to_score(found, form):
+  """The share of O0's time until O0's mean score, and until each seed's own."""
+  ladder, whole = found["forms"][form], found["forms"][O0][1.0]
+  scores = np.array([[result["test"] for result in results] for results in ladder.values()])
+  targets = [result["test"] for result in whole]
+  pairs = zip([np.mean(targets), *targets], [scores.mean(1), *scores.T], strict=True)
+  return [times.time_to(target, list(ladder), reached) for target, reached in pairs]
+
+
+def speed(share, tried):
+  """How many times as fast, or a bound, if the shares that were tried don't tell more."""
+  if share == min(tried):
+    return f"over {times.speed(share)}"
+  if np.isinf(share) and max(tried) < 1:
+    return f"under {times.speed(max(tried))}"
+  return times.speed(share)

@@ -1,0 +1,209 @@
+"""AutoBoost's levels on long sequences, as the time until a tuned O0's score.
+
+``make evidence PARTS=long_levels`` trains on ``tinyshakespeare.txt`` in the folder of the
+environment variable ``OPTAX_BOOST_DATA``, and on the sources of Python's standard library.
+"""
+
+import functools
+
+import numpy as np
+import pytest
+
+from tests.evidence import common, level_times, report, runs, sequence_trainings
+from tests.evidence.sequence_trainings import LONG_TASKS, O0, O1, O2, Ladder
+
+pytestmark = pytest.mark.slow
+# The levels that are trained, by task. The other tasks take longer than was at hand.
+ROWS = {"512": (O1,), "1024": (O1,)}
+# Tried on validation data in this share of O0's time, at each task named.
+LADDERS = {
+  "512": (
+    O1,
+    O2,
+    Ladder((8, 4, 2, 1), 0.6),
+    Ladder((16, 8, 4, 2, 1), 0.5),
+    Ladder((16, 4, 1), 0.5),
+    Ladder((32, 8, 2, 1), 0.5),
+  ),
+}
+LADDER_SHARE = 0.65
+# The shares of O0's time that are tried differ by this factor; so many are tried below equal steps.
+FACTOR, BELOW = 1.2, 2
+
+
+@functools.cache
+def ladders(name):
+  """The validation loss of each schedule of lengths, with the seed of the tuning."""
+  setting = level_times.tuned(name)[0]
+  time = LADDER_SHARE * setting.time
+  settings = [setting._replace(form=form, time=time) for form in LADDERS[name]]
+  results = level_times.train_all(settings, [runs.TUNING_SEED])
+  return {
+    form: -result["validation"] for form, (result,) in zip(LADDERS[name], results, strict=True)
+  }
+
+
+def mean_cost(setting, form):
+  """The mean time of a step, in that of a step of O0: O1's share of O0's time at equal steps."""
+  steps = len(sequence_trainings.plan(setting._replace(form=form)))
+  return setting.time / steps
+
+
+@functools.cache
+def curve(name, form):
+  """A level's results by share of O0's time: as many steps as O0, and around O0's score."""
+  setting, results = level_times.tuned(name)[0]._replace(form=form), {}
+
+  def reaches(share):
+    (results[share],) = level_times.train_all([setting._replace(time=share * setting.time)])
+    return level_times.mean_test(results[share]) >= level_times.mean_test(level_times.o0(name))
+
+  share = mean_cost(setting, form)
+  if reaches(share):
+    for _ in range(BELOW):
+      share /= FACTOR
+      if not reaches(share):
+        break
+  else:
+    while share < 1 and not reaches(share := min(1.0, share * FACTOR)):
+      pass
+  return dict(sorted(results.items()))
+
+
+@functools.cache
+def measured_again(name):
+  """Measures the time of a step of each shape after the trainings, on a machine at rest."""
+  task, batch = LONG_TASKS[name], level_times.tuned(name)[0].batch
+  shapes = sequence_trainings.shapes(task, batch)
+  (measured,) = runs.train_all(sequence_trainings.measure, [((name, shapes), 1)])
+  return dict(zip(shapes, measured["ratios"], strict=True)), measured
+
+
+def share_of_time(name, form, share):
+  """The share of O0's time that a training takes by the costs that were measured again."""
+  setting, costs = level_times.tuned(name)[0], measured_again(name)[0]
+  plan = sequence_trainings.plan(setting._replace(form=form, time=share * setting.time))
+  return sum(costs[shape] for shape in plan) / len(sequence_trainings.plan(setting))
+
+
+def outcome(name):
+  """O0's setting, and the results of each form by share of O0's time."""
+  setting, tried, _ = level_times.tuned(name)
+  forms = {
+    form: {share_of_time(name, form, share): found for share, found in curve(name, form).items()}
+    for form in ROWS[name]
+  }
+  costs, measured = measured_again(name)
+  return {
+    "setting": setting._replace(costs=tuple(costs.items())),
+    "tried": tried,
+    "measured": measured,
+    "forms": {O0: {1.0: level_times.o0(name)}} | forms,
+  }
+
+
+def loss(results):
+  return report.spread([-result["test"] for result in results], "{:.3f}")
+
+
+def summary(everything):
+  lines = []
+  for name, found in everything.items():
+    task, whole = LONG_TASKS[name], found["forms"][O0][1.0]
+    for form in ROWS[name]:
+      shares, curves = level_times.to_score(found, form), found["forms"][form]
+      speeds = [level_times.speed(share, list(curves)) for share in shares]
+      setting = level_times.tuned(name)[0]
+      cost = share_of_time(name, form, mean_cost(setting, form))
+      lines.append((
+        *((task.title, f"{task.attention_share:.2f}", loss(whole)) if form == O1 else ("",) * 3),
+        title(form), speeds[0], ", ".join(speeds[1:]), f"{1 / cost:.2f}",
+        f"{cost / shares[0]:.2f}", loss(curves[cost]),
+      ))  # fmt: skip
+  header = (
+    *("", "L / 6d", "O0's test loss", "", "times as fast", "by seed"),
+    *("by cheaper steps", "by steps that teach more", "loss after as many steps"),
+  )
+  return report.table(header, lines)
+
+
+def title(form):
+  if isinstance(form, str):
+    return form
+  lengths = ", ".join("L" if n == 1 else f"L/{n}" for n in form.divisors)
+  return f"{lengths}; full from {form.full_from:g}"
+
+
+def section(name, found):
+  setting, measured, task = found["setting"], found["measured"], LONG_TASKS[name]
+  costs = dict(setting.costs)
+  tried = ", ".join(
+    f"{batch}/{rate:g}: {-score:.3f}" for (batch, rate), score in sorted(found["tried"].items())
+  )
+  lengths = ", ".join(
+    f"{task.length // n}: {costs[setting.batch * n, task.length // n]:.2f}"
+    for n in (32, 16, 8, 4, 2)
+  )
+  text = (
+    f"## {task.title}\n\nO0: batch {setting.batch}, peak rate {setting.rate:g},"
+    f" {len(sequence_trainings.plan(setting)):,} steps, about"
+    f" {setting.time * measured['milliseconds'] / 1e3:.0f} s. Tried (batch/rate: validation):"
+    f" {tried}. A step's time by length, over one of {task.length}: {lengths}.\n\n"
+  )
+  lines = [
+    (title(form), f"{share:.2f}", f"{results[0]['steps']:,}", loss(results),
+     ", ".join(f"{x:.2f}" for x in np.mean([r["positions"] for r in results], 0)))
+    for form, shares in found["forms"].items()
+    for share, results in shares.items()
+  ]  # fmt: skip
+  header = ("", "time", "steps", "test loss", "by position, in eighths of the sequence")
+  return text + report.table(header, lines)
+
+
+def ladder_table():
+  lines = []
+  for name in LADDERS:
+    whole = max(level_times.tuned(name)[1].values())
+    lines += [(LONG_TASKS[name].title, "O0, in all of the time", f"{-whole:.3f}")]
+    lines += [("", title(form), f"{value:.3f}") for form, value in ladders(name).items()]
+  return report.table(("", "lengths", "validation loss"), lines)
+
+
+def picture(everything):
+  """How many times as fast each level is, a row for each training: the mean, and each seed."""
+  rows = [(name, form) for name in everything for form in ROWS[name]]
+  figure, (axes,) = report.panels([""], 7.0, 0.45 * len(rows) + 1.0, grid="x")
+  axes.axvline(1, color=report.GREY, linestyle=":", zorder=0)
+  for row, (name, form) in enumerate(rows):
+    shares = level_times.to_score(everything[name], form)
+    mean, *seeds = 1 / np.array(shares)
+    color = report.BLUE if form == O1 else report.ORANGE
+    axes.plot(seeds, [row] * len(seeds), ".", color=color, markersize=4)
+    axes.plot(mean, row, "o", color=color, markersize=8)
+    label = level_times.speed(shares[0], list(everything[name]["forms"][form]))
+    axes.text(max([1, mean, *seeds]) + 0.04, row, label, color=color, va="center", fontsize=9)
+  names = [f"{LONG_TASKS[name].title}, {title(form)}" for name, form in rows]
+  axes.set_yticks(range(len(rows)), names)
+  axes.invert_yaxis()
+  axes.set_xlabel("times as fast to O0's loss; small: each seed")
+  return figure
+
+
+def test_levels_reach_the_score_of_plain_training_on_long_sequences():
+  common.need(sequence_trainings.SHAKESPEARE)
+  everything = {name: outcome(name) for name in ROWS}
+  sections = "\n".join(section(name, found) for name, found in everything.items())
+  page = report.words(
+    "long_levels",
+    summary=summary(everything),
+    ladders=ladder_table(),
+    sections=sections,
+    seeds=len(level_times.SEEDS),
+    tuning_seed=runs.TUNING_SEED,
+    share=LADDER_SHARE,
+    rounds=sequence_trainings.ROUNDS,
+    timed=sequence_trainings.TIMED,
+  )
+  report.write("long_levels", *page, picture(everything), in_card=False)
+  for name, found in everything.items():
+    assert level_times.to_score(found, O1)[0] < 1, name
