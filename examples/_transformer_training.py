@@ -17,8 +17,8 @@ class Run(NamedTuple):
   Processor time is the sum over all cores. Other work on the machine changes it little.
 
   Attributes:
-    seconds: of processor time that the steps took until each evaluation: the median time of steps
-      of each kind, measured after the training, since programs are compiled beside it.
+    seconds: of processor time that the steps took until each evaluation: the median time of a step
+      of each kind, added up. Steps beside which programs were compiled are not in the median.
     clock: seconds by the clock until each evaluation, with compiling, without evaluating.
     losses: on held-out text at these, in nats per character.
     programs: how many were compiled: one for each shape of a batch and number of frozen groups.
@@ -90,24 +90,33 @@ def train(
   evaluate(start, held_out).block_until_ready()  # compiles it
   begin, evaluating = time.perf_counter(), 0.0
   state = step.init(start)
-  step.compile_ahead(state, later)
+  compiled = step.compile_ahead(state, later)
   kinds: list[Any] = []
   first: dict[Any, tuple[Any, np.ndarray]] = {}
+  alone: dict[Any, list[float]] = {}
   clock, losses = [], []
   for number, batch in enumerate(batches, 1):
     kind = batch.shape, int(optax.tree.get(state.opt_state, "frozen_groups", 0))
     if kind not in first:
       first[kind] = jax.tree.map(jnp.copy, state), batch
     kinds.append(kind)
+    is_alone, start_time = compiled.done(), time.process_time()
     state, metrics = step(state, batch)
     jax.block_until_ready((state, metrics))
+    if is_alone:
+      alone.setdefault(kind, []).append(time.process_time() - start_time)
     if number in points:
       now = time.perf_counter()
       clock.append(now - begin - evaluating)
       losses.append(float(evaluate(state.params, held_out)))
       evaluating += time.perf_counter() - now
     on_step()
-  cost = {kind: step_seconds(step, *sample) for kind, sample in first.items()}
+
+  def seconds(kind: Any) -> float:
+    times = alone.get(kind, [])
+    return float(np.median(times)) if len(times) > 5 else step_seconds(step, *first[kind])
+
+  cost = {kind: seconds(kind) for kind in first}
   spent = np.cumsum([cost[kind] for kind in kinds])
   memory = max(step_memory(step.lower(*sample).compile()) for sample in first.values())
   at_points = spent[np.array(points) - 1]

@@ -74,8 +74,8 @@ def _changes_what_is_kept(holder: _form.Form, params: optax.Params, form: _form.
 def _holders() -> Iterator[tuple[_form.Form | str, optax.Params]]:
   """Yields the transformations around the wrapper whose ``init`` runs, innermost first.
 
-  Yields pairs of a Form (or the name, if the transformation is not of this package) and the params
-  (None if unknown). Leaves out chains of one member.
+  Each is a pair: its Form, or its name if another package made it; and its params, None if unknown.
+  Chains of one member are left out.
   """
   frame: Any = sys._getframe(2)  # of the wrapper's `init`
   our_init = frame.f_code

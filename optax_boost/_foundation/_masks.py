@@ -22,7 +22,7 @@ def masked_paths(tree: _types.Tree) -> list[str]:
 def mask_like(tree: _types.Tree, masked: _types.Tree) -> _types.Tree:
   """Returns `tree` with each ``optax.MaskedNode`` of `masked` in the place of the leaves.
 
-  Callers mask extra arguments, which optax does not mask, like the updates.
+  ``optax.masked`` masks the updates and not the extra arguments; callers mask these.
   """
   if _same_structure(tree, masked):
     return tree

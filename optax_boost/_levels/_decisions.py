@@ -81,7 +81,7 @@ def _for_tokens(total_steps: int, full_length: int) -> _config.Blocks:
 def lengthen_warmup(
   level: str, warmup: dict[str, Any], tables: list[str] | None
 ) -> tuple[dict[str, Any], str]:
-  """Returns the settings of the schedule of lengths at a level, and the reason in words.
+  """Returns the settings of the schedule of sequence lengths at a level, and a reason in words.
 
   Args:
     level: ``"O1"`` or ``"O2"``.

@@ -478,8 +478,8 @@ class LeafUses(_jaxpr.Interpreter[Value]):
   def _inputs_of_kernels(self, value: Value, contracted: Sequence[int]) -> list[AxisMap]:
     """Returns the axis maps of an operand's leaves that are not kernels in a product with data.
 
-    These are all leaves of an activation, and the scales of another operand. An operand is an
-    activation if the product sums only over the outputs of kernels that have inputs.
+    In an activation these are all leaves; in another operand these are the scales only. An operand
+    is an activation if the product sums only over the outputs of kernels that have inputs.
     """
     with_inputs = [m for m in value.axis_maps if m.has_inputs]
     is_product = _kernels(value, contracted) or (

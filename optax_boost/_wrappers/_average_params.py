@@ -478,7 +478,7 @@ def averaging_statistics(opt_state: optax.OptState) -> list[AverageParamsState]:
 
 
 def _snapshots_taken(state: AverageParamsState, function: str, arguments: str) -> _types.IntScalar:
-  """Returns the number of snapshots; raises ValueError for the stacked states of a population."""
+  """Returns the number of snapshots; raises ValueError for stacked states of several runs."""
   advice = f"Map over its members: `jax.vmap(optax_boost.{function})({arguments})`."
   _tree_checks.require_one_run(state.snapshot_count, function, advice)
   # In the state of an NNX optimizer, the count is an array inside a variable.

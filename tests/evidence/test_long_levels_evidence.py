@@ -172,7 +172,7 @@ def ladder_table():
 def picture(everything):
   """How many times as fast each level is, a row for each training: the mean, and each seed."""
   rows = [(name, form) for name in everything for form in ROWS[name]]
-  figure, (axes,) = report.panels([""], 7.0, 0.45 * len(rows) + 1.0, grid="x")
+  figure, (axes,) = report.panels([""], 7.0, 0.45 * len(rows) + 0.7, grid="x")
   axes.axvline(1, color=report.GREY, linestyle=":", zorder=0)
   for row, (name, form) in enumerate(rows):
     shares = level_times.to_score(everything[name], form)
@@ -184,7 +184,7 @@ def picture(everything):
     axes.text(max([1, mean, *seeds]) + 0.04, row, label, color=color, va="center", fontsize=9)
   names = [f"{LONG_TASKS[name].title}, {title(form)}" for name, form in rows]
   axes.set_yticks(range(len(rows)), names)
-  axes.invert_yaxis()
+  axes.set_ylim(len(rows) - 0.5, -0.5)
   axes.set_xlabel("times as fast to O0's loss; small: each seed")
   return figure
 

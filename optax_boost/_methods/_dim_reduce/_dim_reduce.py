@@ -189,9 +189,9 @@ class _DimReduce:
 
   @property
   def rescales(self) -> bool:
-    """Returns whether the inverse Hessian B keeps the magnitude of the identity.
+    """Returns whether B is scaled so that -B g_k is about as long as the gradient g_k.
 
-    The direction -B g_k is then as long as a gradient, which `inner` expects.
+    `inner` expects directions of this length.
     """
     return self.inner is not None and self.adaptive
 
@@ -279,8 +279,8 @@ class _DimReduce:
       lambda m, g: jnp.where(finite, self.gamma * m + g.astype(m.dtype), m),
       *(state.momentum, updates),
     )
-    # The step in the subspace is P' (t d_k + alpha q). The step with M instead of the residual
-    # momentum M - P' q subtracts alpha P' q too much.
+    # The momentum step should be -alpha (M - P' q), but `moves` subtracts alpha M. So alpha P' q is
+    # added to the step in the subspace, which becomes P' (t d_k + alpha q).
     columns = quasi.direction, alpha * q
     if self.max_search is None:
       search = _quasi_newton.Search.begin(quasi.usable.astype(g_k.dtype))

@@ -167,8 +167,8 @@ def _merge(
 ) -> _types.SameTree:
   """Returns a tree that takes each leaf, or each layer of a stacked leaf, from its group's result.
 
-  `keys` has the key of each group, `result_keys` the key of each result. A group without a result
-  is frozen, and takes the result of the last group.
+  `keys` has the key of each group, `result_keys` the key of each result. A frozen group
+  has no result; its leaves come from the result of the last group.
   """
 
   def take(group: _state_layout.LeafGroup, *values: jax.Array) -> jax.Array:
