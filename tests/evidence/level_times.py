@@ -1,10 +1,10 @@
-"""The time in which a level reaches a tuned O0's score."""
+"""The time in which a level reaches a tuned O0's score, and a training's section of a page."""
 
 import functools
 
 import numpy as np
 
-from tests.evidence import runs, sequence_trainings, times
+from tests.evidence import report, runs, sequence_trainings, times
 from tests.evidence.sequence_trainings import ALL_TASKS, O0
 
 SEEDS = (0, 1, 2)
@@ -72,6 +72,28 @@ def o0(name):
   return train_all([tuned(name)[0]])[0]
 
 
+@functools.cache
+def train(name, form, share):
+  """A form's results in this share of O0's time."""
+  setting = tuned(name)[0]
+  return train_all([setting._replace(form=form, time=share * setting.time)])[0]
+
+
+def curve(name, form, search):
+  """A form's results by share of O0's time, for the shares that ``search(reaches)`` tries.
+
+  ``reaches(share)`` trains, and tells whether the mean score is O0's.
+  """
+  results = {}
+
+  def reaches(share):
+    results[share] = train(name, form, share)
+    return mean_test(results[share]) >= mean_test(o0(name))
+
+  search(reaches)
+  return dict(sorted(results.items()))
+
+
 def to_score(found, form):
   """The share of O0's time until O0's mean score, and until each seed's own."""
   ladder, whole = found["forms"][form], found["forms"][O0][1.0]
@@ -88,3 +110,33 @@ def speed(share, tried):
   if np.isinf(share) and max(tried) < 1:
     return f"under {times.speed(max(tried))}"
   return times.speed(share)
+
+
+def section(name, found, shapes, title=str):
+  """O0's setting and the costs of steps of these shapes, and a row for each training."""
+  setting, measured, task = found["setting"], found["measured"], ALL_TASKS[name]
+  costs = dict(setting.costs)
+  tried = ", ".join(
+    f"{batch}/{rate:g}: {-score:.3f}" for (batch, rate), score in sorted(found["tried"].items())
+  )
+  lengths = ", ".join(f"{length}: {costs[batch, length]:.2f}" for batch, length in shapes)
+  seconds = setting.time * measured["milliseconds"] / 1e3
+  text = (
+    f"## {task.title}\n\nO0: batch {setting.batch}, peak rate {setting.rate:g},"
+    f" {len(sequence_trainings.plan(setting)):,} steps, about {seconds:.0f} s. Tried"
+    f" (batch/rate: validation): {tried}. A step's time by length, over one of {task.length}:"
+    f" {lengths}.\n\n"
+  )
+  lines = [
+    (title(form), f"{round(share, 2):g}", f"{results[0]['steps']:,}", loss(results),
+     ", ".join(f"{x:.2f}" for x in np.mean([r["positions"] for r in results], 0)))
+    for form, shares in found["forms"].items()
+    for share, results in shares.items()
+  ]  # fmt: skip
+  header = ("", "time", "steps", "test loss", "by position, in eighths of the sequence")
+  return text + report.table(header, lines)
+
+
+def loss(results):
+  """The test loss of several seeds."""
+  return report.spread([-result["test"] for result in results], "{:.3f}")

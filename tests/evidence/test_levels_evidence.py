@@ -4,8 +4,6 @@
 variable ``OPTAX_BOOST_DATA``, and on the sources of Python's standard library.
 """
 
-import functools
-
 import numpy as np
 import pytest
 
@@ -18,28 +16,12 @@ CONTROLLED = "rotary"  # the training with controls
 SHARES = (1.0, 0.77, 0.65, 0.55, 0.45)
 
 
-@functools.cache
-def curve(name, form):
-  """A ladder's results by share of O0's time: the least that reaches O0's score, and around."""
-  setting, results = level_times.tuned(name)[0]._replace(form=form), {}
-
-  def reaches(share):
-    (results[share],) = level_times.train_all([setting._replace(time=share * setting.time)])
-    return level_times.mean_test(results[share]) >= level_times.mean_test(level_times.o0(name))
-
+def around_the_score(reaches):
+  """Tries the least share that reaches O0's score, and those around."""
   if reaches(SHARES[1]):
     all(map(reaches, SHARES[2:]))
   else:
     reaches(SHARES[0])
-  return dict(sorted(results.items()))
-
-
-@functools.cache
-def control(name, form):
-  """A control's results, in the share of O0's time at which a ladder is first tried."""
-  setting, share = level_times.tuned(name)[0], SHARES[1]
-  (results,) = level_times.train_all([setting._replace(form=form, time=share * setting.time)])
-  return {share: results}
 
 
 def outcome(name):
@@ -47,16 +29,18 @@ def outcome(name):
   setting, tried, measured = level_times.tuned(name)
   forms = {O0: {1.0: level_times.o0(name)}}
   levels = (O1, O2) if TASKS[name].budget == 1 else (O1,)
-  forms |= {level: curve(name, level) for level in levels}
+  forms |= {level: level_times.curve(name, level, around_the_score) for level in levels}
   if name == CONTROLLED:
-    forms |= {form: control(name, form) for form in (SHORT, DROPPED, SMALL)}
+    share = SHARES[1]
+    controls = (SHORT, DROPPED, SMALL)
+    forms |= {form: {share: level_times.train(name, form, share)} for form in controls}
   return {"setting": setting, "tried": tried, "measured": measured, "forms": forms}
 
 
 def summary(everything):
   lines = []
   for name, found in everything.items():
-    cells = [report.spread([-result["test"] for result in found["forms"][O0][1.0]], "{:.3f}")]
+    cells = [level_times.loss(found["forms"][O0][1.0])]
     for level in (O1, O2):
       tried = list(found["forms"].get(level, []))
       shares = level_times.to_score(found, level) if tried else []
@@ -68,30 +52,8 @@ def summary(everything):
 
 
 def section(name, found):
-  setting, measured = found["setting"], found["measured"]
-  costs, full = dict(setting.costs), TASKS[name].length
-  tried = ", ".join(
-    f"{batch}/{rate:g}: {-score:.3f}" for (batch, rate), score in sorted(found["tried"].items())
-  )
-  lengths = ", ".join(
-    f"{n}: {costs[setting.batch * full // n, n]:.2f}" for n in (full // 8, full // 4, full // 2)
-  )
-  seconds = setting.time * measured["milliseconds"] / 1e3
-  text = (
-    f"## {TASKS[name].title}\n\nO0: batch {setting.batch}, peak rate {setting.rate:g},"
-    f" {len(sequence_trainings.plan(setting)):,} steps, about {seconds:.0f} s. Tried"
-    f" (batch/rate: validation): {tried}. A step's time by length, over one of {full}:"
-    f" {lengths}.\n\n"
-  )
-  lines = [
-    (form, f"{share:g}", f"{results[0]['steps']:,}",
-     report.spread([-result["test"] for result in results], "{:.3f}"),
-     ", ".join(f"{x:.2f}" for x in np.mean([r["positions"] for r in results], 0)))
-    for form, shares in found["forms"].items()
-    for share, results in shares.items()
-  ]  # fmt: skip
-  header = ("", "time", "steps", "test loss", "by position, in eighths of the sequence")
-  return text + report.table(header, lines)
+  batch, full = found["setting"].batch, TASKS[name].length
+  return level_times.section(name, found, [(batch * n, full // n) for n in (8, 4, 2)])
 
 
 def picture(everything):

@@ -49,25 +49,21 @@ def mean_cost(setting, form):
   return setting.time / steps
 
 
-@functools.cache
-def curve(name, form):
-  """A level's results by share of O0's time: as many steps as O0, and around O0's score."""
-  setting, results = level_times.tuned(name)[0]._replace(form=form), {}
+def around_the_score(first):
+  """A search that begins at a share, and goes on until O0's score lies between two."""
 
-  def reaches(share):
-    (results[share],) = level_times.train_all([setting._replace(time=share * setting.time)])
-    return level_times.mean_test(results[share]) >= level_times.mean_test(level_times.o0(name))
+  def search(reaches):
+    share = first
+    if reaches(share):
+      for _ in range(BELOW):
+        share /= FACTOR
+        if not reaches(share):
+          break
+    else:
+      while share < 1 and not reaches(share := min(1.0, share * FACTOR)):
+        pass
 
-  share = mean_cost(setting, form)
-  if reaches(share):
-    for _ in range(BELOW):
-      share /= FACTOR
-      if not reaches(share):
-        break
-  else:
-    while share < 1 and not reaches(share := min(1.0, share * FACTOR)):
-      pass
-  return dict(sorted(results.items()))
+  return search
 
 
 @functools.cache
@@ -89,36 +85,33 @@ def share_of_time(name, form, share):
 def outcome(name):
   """O0's setting, and the results of each form by share of O0's time."""
   setting, tried, _ = level_times.tuned(name)
-  forms = {
-    form: {share_of_time(name, form, share): found for share, found in curve(name, form).items()}
-    for form in ROWS[name]
-  }
+  forms = {O0: {1.0: level_times.o0(name)}}
+  for form in ROWS[name]:
+    curve = level_times.curve(name, form, around_the_score(mean_cost(setting, form)))
+    forms[form] = {share_of_time(name, form, share): found for share, found in curve.items()}
   costs, measured = measured_again(name)
   return {
     "setting": setting._replace(costs=tuple(costs.items())),
     "tried": tried,
     "measured": measured,
-    "forms": {O0: {1.0: level_times.o0(name)}} | forms,
+    "forms": forms,
   }
-
-
-def loss(results):
-  return report.spread([-result["test"] for result in results], "{:.3f}")
 
 
 def summary(everything):
   lines = []
   for name, found in everything.items():
-    task, whole = LONG_TASKS[name], found["forms"][O0][1.0]
+    task, whole = LONG_TASKS[name], level_times.loss(found["forms"][O0][1.0])
+    about = task.title, f"{task.attention_share:.2f}", whole
     for form in ROWS[name]:
       shares, curves = level_times.to_score(found, form), found["forms"][form]
       speeds = [level_times.speed(share, list(curves)) for share in shares]
       setting = level_times.tuned(name)[0]
       cost = share_of_time(name, form, mean_cost(setting, form))
       lines.append((
-        *((task.title, f"{task.attention_share:.2f}", loss(whole)) if form == O1 else ("",) * 3),
+        *(about if form == O1 else ("",) * 3),
         title(form), speeds[0], ", ".join(speeds[1:]), f"{1 / cost:.2f}",
-        f"{cost / shares[0]:.2f}", loss(curves[cost]),
+        f"{cost / shares[0]:.2f}", level_times.loss(curves[cost]),
       ))  # fmt: skip
   header = (
     *("", "L / 6d", "O0's test loss", "", "times as fast", "by seed"),
@@ -135,29 +128,9 @@ def title(form):
 
 
 def section(name, found):
-  setting, measured, task = found["setting"], found["measured"], LONG_TASKS[name]
-  costs = dict(setting.costs)
-  tried = ", ".join(
-    f"{batch}/{rate:g}: {-score:.3f}" for (batch, rate), score in sorted(found["tried"].items())
-  )
-  lengths = ", ".join(
-    f"{task.length // n}: {costs[setting.batch * n, task.length // n]:.2f}"
-    for n in (32, 16, 8, 4, 2)
-  )
-  text = (
-    f"## {task.title}\n\nO0: batch {setting.batch}, peak rate {setting.rate:g},"
-    f" {len(sequence_trainings.plan(setting)):,} steps, about"
-    f" {setting.time * measured['milliseconds'] / 1e3:.0f} s. Tried (batch/rate: validation):"
-    f" {tried}. A step's time by length, over one of {task.length}: {lengths}.\n\n"
-  )
-  lines = [
-    (title(form), f"{share:.2f}", f"{results[0]['steps']:,}", loss(results),
-     ", ".join(f"{x:.2f}" for x in np.mean([r["positions"] for r in results], 0)))
-    for form, shares in found["forms"].items()
-    for share, results in shares.items()
-  ]  # fmt: skip
-  header = ("", "time", "steps", "test loss", "by position, in eighths of the sequence")
-  return text + report.table(header, lines)
+  batch, full = found["setting"].batch, LONG_TASKS[name].length
+  shapes = [(batch * n, full // n) for n in (32, 16, 8, 4, 2)]
+  return level_times.section(name, found, shapes, title)
 
 
 def ladder_table():
