@@ -148,11 +148,10 @@ class AutoBoost:
     return windows
 
   def later_batches(self, batch: _types.Batch, step: int = 0) -> list[_types.Batch]:
-    """A batch as :meth:`batch` will cut it, once for each length that comes after that of `step`.
+    """Cuts a batch to each length that comes after the length of `step`; counts no batch.
 
-    To compile the programs of all lengths while the first trains, instead of waiting for each:
-    ``train_step.compile_ahead(state, boost.later_batches(batch))``. At other levels the list is
-    empty.
+    ``train_step.compile_ahead(state, boost.later_batches(batch))`` compiles the programs of these
+    lengths while the first length trains. Returns an empty list where :meth:`batch` cuts nothing.
 
     Args:
       batch: a batch, as for :meth:`batch`; its values don't matter.
@@ -165,10 +164,13 @@ class AutoBoost:
     return [_sequences.cut(batch, length, full, self.axes, reads_values=False) for length in later]
 
   def _prepare_sequences(
-    self, loss: _types.LossFn | None, params: optax.Params | None, args: tuple[Any, ...]
+    self,
+    schedule: _sequences.LengthSchedule,
+    loss: _types.LossFn | None,
+    params: optax.Params | None,
+    args: tuple[Any, ...],
   ) -> None:
     """Checks the loss on windows, and sets from which step on sequences stay whole."""
-    schedule = _sequences.sequence_length_warmup(**self.on[_decisions.SEQUENCES])
     tables, effect = None, "the loss of windows was not tried: the optimizer got no batch"
     if loss is not None and params is not None:
       if _first_windows.check_first_windows(loss, params, args, schedule, self.axes):
@@ -176,8 +178,8 @@ class AutoBoost:
       if self.level == "O2":
         tables = _first_windows.position_tables(loss, params, args, schedule, self.axes)
     warmup = self.on[_decisions.SEQUENCES]
-    self.on[_decisions.SEQUENCES], reason = _decisions.lengthen_warmup(self.level, warmup, tables)
-    self.length_schedule = _sequences.sequence_length_warmup(**self.on[_decisions.SEQUENCES])
+    warmup["warmup_fraction"], reason = _decisions.warmup_fraction(self.level, tables)
+    self.length_schedule = _sequences.sequence_length_warmup(**warmup)
     self.effects[_decisions.SEQUENCES] = "\n".join(filter(None, [reason, effect])), True
 
   def optimizer(
@@ -220,7 +222,7 @@ class AutoBoost:
           "`groups` must be None at a level for tokens, which freezes no layers; put"
           " optax_boost.freeze_layers(boost.optimizer(...), groups, schedule) around it."
         )
-      self._prepare_sequences(loss_fn, params, args)
+      self._prepare_sequences(self.length_schedule, loss_fn, params, args)
     if "less_bn" in on and "gc_flag" not in on["less_bn"]:  # a level's
       self.effects.setdefault("less_bn", ("`boost.model` was not called", False))
     ours = _decisions.FREEZE in on  # a level's, of convolutions only

@@ -78,26 +78,22 @@ def _for_tokens(total_steps: int, full_length: int) -> _config.Blocks:
   return {SEQUENCES: warmup}
 
 
-def lengthen_warmup(
-  level: str, warmup: dict[str, Any], tables: list[str] | None
-) -> tuple[dict[str, Any], str]:
-  """Returns the settings of the schedule of sequence lengths at a level, and a reason in words.
+def warmup_fraction(level: str, tables: list[str] | None) -> tuple[float, str]:
+  """Returns the share of the steps before sequences are full, and the reason in words.
 
   Args:
     level: ``"O1"`` or ``"O2"``.
-    warmup: the settings of :func:`decide_level`.
     tables: the paths of tables of learned positions; None: the loss was not traced.
   """
   if level != "O2":
-    return warmup, ""
+    return _WARMUP_FRACTION, ""
   if tables is None:
-    return warmup, "as at O1: the optimizer got no loss, params and batch that tell the positions"
-  if tables:
-    return (
-      warmup,
-      f"as at O1: '{tables[0]}' is of learned positions, whose last ones need the steps",
-    )
-  return {**warmup, "warmup_fraction": _LONG_WARMUP_FRACTION}, "no positions are learned"
+    reason = "the optimizer got no loss, params and batch that tell the positions"
+  elif tables:
+    reason = f"'{tables[0]}' is of learned positions, whose last ones need the steps"
+  else:
+    return _LONG_WARMUP_FRACTION, "no positions are learned"
+  return _WARMUP_FRACTION, f"as at O1: {reason}"
 
 
 def decide_config(level: str, config: _config.Blocks, axes: dict[str, Any]) -> Decision:

@@ -141,6 +141,15 @@ def test_o2_is_full_from_three_quarters_on_where_no_positions_are_learned(embed,
   assert reason in rows_of(boost)["sequence_length_warmup"]
 
 
+def test_o2_follows_the_loss_that_the_optimizer_got_last():
+  params = {name: jnp.ones((n, 8)) for name, n in (("table", models.VOCABULARY), ("places", 16))}
+  boost = declared("O2")
+  for embed, share in ((embedded, 0.75), (sliced_positions, 0.5), (embedded, 0.75)):
+    boost.optimizer(optax.adamw(1e-3), loss_of(embed), params, BATCH)
+    expected = optax_boost.sequence_length_warmup(16, STEPS, warmup_fraction=share)
+    assert boost.length_schedule == expected
+
+
 def test_o2_is_o1_without_a_loss():
   boost = declared("O2")
   boost.optimizer(optax.adamw(1e-3))
