@@ -149,15 +149,14 @@ release-check:
 	  { echo "release-check: CHANGELOG.md has no date for this version."; exit 1; }
 
 # Not compiled: pip does it on one core for all packages, the first import for what it needs. Images
-# for containers often forbid that to Python; then every process would compile for itself. What builds
-# the package is among the tests' packages, so pip needs no second environment for it.
+# for containers often forbid that to Python; then every process would compile for itself.
 unexport PYTHONDONTWRITEBYTECODE
 $(READY): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "optax_boost needs Python 3.11 or newer; $(PYTHON) is older. Set PYTHON=..."; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip hatchling hatch-fancy-pypi-readme editables
-	$(BIN)/python -m pip install --quiet --no-compile --no-build-isolation -e ".[test]"
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --no-compile -e ".[test]"
 	touch $(READY)
 
 clean:

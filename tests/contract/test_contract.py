@@ -530,7 +530,7 @@ def resumed(request, tmp_path_factory):
   return ends
 
 
-@every_factory
+@every_row
 def test_resuming_in_a_fresh_process_changes_nothing(row, resumed):
   expected, found = resumed[str(row)]
   chex.assert_trees_all_equal(found, jax.device_get(expected))
@@ -540,7 +540,7 @@ def test_resuming_in_a_fresh_process_changes_nothing(row, resumed):
 LAYERS, AXES = 3, {"down": 0, "up": 1}
 LAYERWISE = [
   row
-  for row in OF_FACTORIES
+  for row in registry.ROWS
   if {"layers", "groups"} & set(inspect.signature(getattr(optax_boost, row.factory)).parameters)
 ]
 
