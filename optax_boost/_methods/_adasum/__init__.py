@@ -12,7 +12,7 @@ not be a power of two. Over several devices, the leaves of one dtype take these 
 2. The leaves are concatenated into one vector, which is cut into as many chunks as there are
    devices. An all-to-all sends to each device one chunk of all N gradients.
 3. On each level, a device computes squares and inner products of the nodes in its chunk. An
-   all-reduce adds them over the chunks. They give the coefficients that combine the pairs.
+   all-reduce adds these over the chunks, which gives the coefficients that combine the pairs.
 4. An all-gather returns the whole result to all devices.
 
 These are 3 + log2(N) collectives for any number of leaves. They move as many bytes as one

@@ -155,10 +155,10 @@ def adasum(
     <https://arxiv.org/abs/2006.02924>`_, 2020.
 
   .. note::
-    If two gradients nearly cancel, so that the norm of their sum is c times their norms, the
-    relative rounding error grows to about 1e-6 / c. Exact arithmetic would not avoid this, because
-    the rounding errors of float32 gradients would grow as much. Whether the method gains over the
-    mean depends on the model; see its card.
+    If the two terms of an adaptive sum nearly cancel, so that the norm of the sum is c times their
+    norms, the relative rounding error grows to about 1e-6 / c. Exact arithmetic would not avoid
+    this, because the rounding errors of float32 gradients would grow as much. A gain over the mean
+    is not certain; see the method's card.
   """
   names = {
     "axis_name": axis_name,

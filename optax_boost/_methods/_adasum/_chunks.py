@@ -87,8 +87,8 @@ def pack(leaves: Sequence[jax.Array], layout: Layout, chunks: int, owner: jax.Ar
   """Concatenates the leaves of a layout, pads the vector with zeros; returns the chunks (D, M)."""
   flat = [jnp.ravel(leaves[i]) for i in layout.leaves]
   # Under `vmap`, `all_to_all` needs batched rows, but gradients that are equal on all replicas are
-  # not batched. `owner`, the device's index, is. An empty vector made from `owner` is concatenated
-  # with each row, which makes the row batched, too.
+  # not batched. So an empty vector made from `owner` (the device's index, which is batched) is
+  # concatenated with each row.
   mapped = jnp.full((0,), owner, layout.dtype)
   rows = []
   # XLA 17: each row is concatenated separately, since a concatenation of all leaves would stay in

@@ -100,9 +100,9 @@ def dim_reduce(
     gamma: the decay of the residual momentum, in [0, 1). Raising it averages more gradients.
     alpha: the learning rate outside of the subspace, a number >= 0 or a schedule of the step count.
     max_search: how the step length is searched; static. ``"auto"``: as above, with at most 30
-      trials in a step. A number: tries at most this many lengths, the length 1 first, as MindSpore
-      does with 2. If no length is accepted, there is no step in the subspace, and :math:`B` is
-      restored. None: always makes the step of length 1, which needs no loss.
+      trials in a step. A number: tries at most this many lengths (2 in MindSpore), the length 1
+      first. If no length is accepted, there is no step in the subspace, and :math:`B` is restored.
+      None: always makes the step of length 1, which needs no loss.
     groups: which leaves share a subspace and a :math:`B`; all groups share the step length. A plan
       of :func:`layer_groups`; regular expressions, one per group, that match whole segments of the
       leaves' paths (a leaf that two expressions match is an error; a leaf that no expression
@@ -191,7 +191,7 @@ class _DimReduce:
 
   @property
   def rescales(self) -> bool:
-    """Returns whether -B g_k is scaled to about the length of g_k, which `inner` expects."""
+    """Returns whether B is scaled so that -B g_k is about as long as g_k, as `inner` expects."""
     return self.inner is not None and self.adaptive
 
   def init(self, params: optax.Params) -> DimReduceState:
@@ -355,8 +355,8 @@ class _DimReduce:
       resolution=float(jnp.finfo(value.dtype).eps) if self.adaptive else None,
     )
     search = search._replace(notfinite=_arrays.increment_if(~jnp.isfinite(start), search.notfinite))
-    # If `short` is True, the next search may try lengths above 1. With `inner` they would be of no
-    # use, since Adam's steps, for example, don't grow with the gradient.
+    # If `short` is True, the next search may try lengths above 1. With `inner`, its learning rate
+    # bounds the steps instead, since Adam's steps, for example, don't grow with the gradient.
     return search if self.inner is None else search._replace(short=jnp.asarray(False))
 
   def _learn(

@@ -30,7 +30,7 @@ class SubspaceGroups:
 
 
 def check_groups(plan: Plan) -> None:
-  """Raises an error if `groups` is invalid; warns if its `layer_axes` has no stacked layers."""
+  """Raises an error if `groups` is invalid; warns if it is `layer_axes` that stack no layers."""
   if not isinstance(plan, _layer_axes.LayerAxes):
     if plan is not None:
       _layer_groups.count_groups(plan)

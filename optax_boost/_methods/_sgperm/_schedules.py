@@ -95,7 +95,7 @@ class Schedules:
     return self._at(count, self._lamdas.astype(jnp.zeros([]).dtype), lambda: self._later(count)[1])
 
   def size(self, count: _types.IntScalar, length: int, least: int) -> _types.IntScalar:
-    """Returns the size, at least `least`, of the subsets of `length` weights in step `count`."""
+    """Returns the size of subsets in step `count`, at least `least`, for vectors of `length`."""
     table = np.floor(self._lamdas * length).astype(np.int32)
 
     def later() -> jax.Array:
