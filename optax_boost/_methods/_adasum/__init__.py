@@ -4,20 +4,20 @@ For two gradients a, b of one leaf:
 
   adasum(a, b) = a (1 - <a, b> / (2 |a|^2)) + b (1 - <a, b> / (2 |b|^2))
 
-For N gradients, a binary tree combines neighbours first: (0, 1), (2, 3), ..., then the results of
-these pairs. A node without a partner moves up one level unchanged, so N need not be a power of two.
+N gradients are combined along a binary tree: first the pairs (0, 1), (2, 3), ..., then pairs of
+their sums. A node (a gradient or a sum) without a partner moves up one level unchanged, so N need
+not be a power of two. Over several devices, the leaves of one dtype take these steps:
 
-  x  (D, M)   all leaves of a device as one vector, cut into D chunks of M entries, one per device
+1. An all-reduce finds the largest entries, by which inner products are scaled.
+2. The leaves are concatenated into one vector, which is cut into as many chunks as there are
+   devices. An all-to-all sends to each device one chunk of all N gradients.
+3. On each level, a device computes squares and inner products of the nodes in its chunk. An
+   all-reduce adds these over the chunks, which gives the coefficients that combine the pairs.
+4. An all-gather returns the whole result to all devices.
 
-After an all-to-all, each device holds the same chunk of all N gradients. On each level of the tree,
-the device combines the pairs of nodes in its chunk. For the resulting nodes it sums squares, and
-the products of the next pairs. An all-reduce of these sums, a few numbers for each group of leaves,
-gives the coefficients of the next level.
-
-For any number of leaves there are 3 + log2(N) collectives, which together move as many bytes as one
-all-reduce of the gradients: an all-reduce of the largest entries, an all-to-all that brings chunks
-to their devices, an all-reduce of the sums per level, and an all-gather of the result. Each entry
-is computed on one device only, so all replicas get the same bits.
+These are 3 + log2(N) collectives for any number of leaves. They move as many bytes as one
+all-reduce of the gradients. Each entry is computed on one device, so all replicas get the same
+bits.
 
 Source: Maleki et al., "Scaling Distributed Training with Adaptive Summation", arXiv:2006.02924.
 

@@ -1,4 +1,4 @@
-"""`adasum`, a transformation of gradients on many devices, and `adasum_reduce`, on one device."""
+"""`adasum`, which reduces gradients over devices, and `adasum_reduce`, which simulates this."""
 
 from collections.abc import Sequence
 import itertools
@@ -93,10 +93,11 @@ def adasum(
   and each replica must keep its own state, as in ``examples/adasum_processes.py``, which runs over
   several processes or machines.
 
-  For each dtype, a step makes an all-to-all and an all-gather, which move about the bytes of an
-  all-reduce. Each level of the tree makes an all-reduce of a few numbers per group; above some 64
-  replicas, use `local_axis_name`. Inner products are taken in float32, of gradients scaled by their
-  group's largest entry. So magnitudes from 1e-30 to 1e30 are safe, even within one group.
+  For each dtype, a step makes an all-to-all and an all-gather, which together move about as many
+  bytes as one all-reduce. Each level of the tree makes an all-reduce of a few numbers per group;
+  above some 64 replicas, use `local_axis_name`. Inner products are taken in float32. The gradients
+  are first scaled by their group's largest entry, so magnitudes from 1e-30 to 1e30 are safe, even
+  within one group.
 
   A group that is not finite on one replica becomes NaN on all replicas. Other groups are computed
   as usual, and `notfinite_count` grows.
@@ -105,10 +106,11 @@ def adasum(
     axis_name: the mesh axis or axes of the replicas.
     local_axis_name: axes along which gradients are averaged first, such as the devices of a node;
       the adaptive sum then runs over nodes. None: no such axis.
-    groups: which leaves share their coefficients. None: each leaf is a group, as in Horovod.
-      A string or a sequence: each regular expression makes a group of the leaves whose path it
-      matches in whole segments. A leaf that two expressions match is an error; a leaf that no
-      expression matches is a group by itself. ``".*"`` makes the whole model one group.
+    groups: which leaves share the coefficients of :math:`a` and :math:`b`; inner products are over
+      the whole group. None: each leaf is a group, as in Horovod. A string or a sequence: each
+      regular expression makes a group of the leaves whose path it matches in whole segments. A leaf
+      that two expressions match is an error; a leaf that no expression matches is a group by
+      itself. ``".*"`` makes the whole model one group.
     shard_axis_name: axes along which the leaves are sharded (tensor parallelism); inner products
       are summed over these axes. In a group with sharded leaves, a replicated leaf counts once for
       each device of these axes. Don't name an axis along which devices hold different layers.
@@ -153,9 +155,10 @@ def adasum(
     <https://arxiv.org/abs/2006.02924>`_, 2020.
 
   .. note::
-    If the two summands of a node cancel to a part c of their norms, relative rounding errors grow
-    to some 1e-6 / c; exact arithmetic would enlarge the rounding errors of float32 gradients as
-    much. A gain over the mean is not sure; see the method's card.
+    If the two terms of an adaptive sum nearly cancel, so that the norm of the sum is c times their
+    norms, the relative rounding error grows to about 1e-6 / c. Exact arithmetic would not avoid
+    this, because the rounding errors of float32 gradients would grow as much. A gain over the mean
+    is not certain; see the method's card.
   """
   names = {
     "axis_name": axis_name,
@@ -206,14 +209,11 @@ def _axes(argument: str, names: _types.AxisName | None) -> tuple[str, ...]:
 
 
 def check_not_summed(leaves: Sequence[jax.Array], axes: tuple[str, ...]) -> None:
-  """Raises ValueError if ``shard_map`` has summed the gradients over one of `axes`.
-
-  ``shard_map`` does so if the loss is differentiated with respect to replicated params.
-  """
+  """Raises ValueError if ``shard_map`` has summed the gradients over one of `axes`."""
   varying = frozenset[str]().union(*(_mesh_axes.varying_axes(jax.typeof(leaf)) for leaf in leaves))
   for name in axes:
-    # With `check_vma=False`, JAX does not track over which axes an array varies, so the index of a
-    # device does not vary either, and the gradients tell nothing.
+    # With `check_vma=False`, JAX doesn't track over which axes arrays vary. Then even the index of
+    # a device doesn't vary, and the gradients can't be checked.
     varying_axes_here = _mesh_axes.varying_axes(jax.typeof(jax.lax.axis_index(name)))
     if name in varying_axes_here and name not in varying:
       raise ValueError(
@@ -233,7 +233,7 @@ def _check_groups(groups: str | Sequence[str] | None) -> tuple[str, ...]:
 
 
 def _group_numbers(paths: Sequence[str], patterns: Sequence[str]) -> tuple[int, ...]:
-  """Returns the number of each leaf's group, from 0; a leaf that no pattern matches has its own."""
+  """Returns the number of each leaf's group; a leaf that no pattern matches is its own group."""
   group_of_pattern = [(pattern, group) for group, pattern in enumerate(patterns)]
   groups = _patterns.assign_groups("groups", group_of_pattern, paths)
   keys = [("leaf", i) if group is None else ("group", group) for i, group in enumerate(groups)]

@@ -11,10 +11,10 @@ import numpy as np
 
 from optax_boost._foundation import _types
 
-# A loop computes a chunk, N rows of M columns, in blocks of columns. A block is small enough that
-# its N rows stay in the CPU's cache while their inner products are taken, and a loop compiles in
-# the same time for any number of leaves. On an accelerator each turn of the loop costs as much as
-# the launch of a kernel, so a longer chunk has longer blocks instead of many more blocks.
+# A loop goes over blocks of columns of a chunk (N rows, one per replica, M columns), since a loop
+# compiles in the same time for any number of leaves. Blocks are short, so that their rows stay in
+# the CPU's cache while inner products are taken. On an accelerator each turn of the loop costs a
+# kernel launch, so long chunks have longer blocks instead of many more blocks.
 _SHORTEST_BLOCK = 2048
 _MOST_BLOCKS = 256
 
@@ -28,8 +28,9 @@ class Layout(NamedTuple):
   dtype: _types.Dtype
   chunk: int  # M, the entries that one device owns
   block: int  # B, the columns of a block
-  # (D, T, 4) int32, for each of T blocks of each chunk: the block's first column in the chunk, the
-  # first column and the end of the leaf's columns in the block, and the number of the leaf's group.
+  # (D, T, 4) int32, a row for each of T blocks of each of D chunks: the block's first column in the
+  # chunk; the start and the end of the block's columns that count, which belong to one leaf; and
+  # the number of the leaf's group.
   blocks: np.ndarray
 
 
@@ -68,9 +69,9 @@ def layouts(
 def _blocks(
   spans: Sequence[tuple[int, int, int]], origin: int, chunk: int, block: int
 ) -> list[tuple[int, int, int, int]]:
-  """Returns the rows of ``Layout.blocks`` for the chunk that begins at `origin`.
+  """Returns the rows of ``Layout.blocks`` for the chunk that begins at `origin` in the vector.
 
-  `spans` has the start and the end of each leaf in the vector, and the number of its group.
+  `spans` has for each leaf its start and end in the vector, and the number of its group.
   """
   blocks = []
   for leaf_start, leaf_end, group in spans:
@@ -83,15 +84,15 @@ def _blocks(
 
 
 def pack(leaves: Sequence[jax.Array], layout: Layout, chunks: int, owner: jax.Array) -> jax.Array:
-  """Concatenates the leaves of a layout, pads them with zeros, and returns the chunks (D, M)."""
+  """Concatenates the leaves of a layout, pads the vector with zeros; returns the chunks (D, M)."""
   flat = [jnp.ravel(leaves[i]) for i in layout.leaves]
-  # Under `vmap`, `all_to_all` needs batched rows, but `vmap` does not batch gradients that are
-  # equal on all replicas. `owner` is batched. Concatenating a row with an empty vector made from
-  # `owner` makes the row batched, too.
+  # Under `vmap`, `all_to_all` needs batched rows, but gradients that are equal on all replicas are
+  # not batched. So an empty vector made from `owner` (the device's index, which is batched) is
+  # concatenated with each row.
   mapped = jnp.full((0,), owner, layout.dtype)
   rows = []
-  # XLA 17: each row is concatenated separately. A concatenation of all leaves would stay in memory
-  # together with its rows.
+  # XLA 17: each row is concatenated separately, since a concatenation of all leaves would stay in
+  # memory beside the rows.
   for origin in range(0, chunks * layout.chunk, layout.chunk):
     cuts = [slice(max(origin - s, 0), max(origin + layout.chunk - s, 0)) for s in layout.starts]
     pieces = [leaf[cut] for leaf, cut in zip(flat, cuts, strict=True)]
@@ -114,8 +115,8 @@ def cut_block(
 ) -> tuple[jax.Array, ...]:
   """Cuts block number `turn` of a chunk out of K rows.
 
-  Returns the block ``(K, B)``, its first column in the chunk, a mask of the block's columns that
-  belong to the block's leaf, and the number of the leaf's group.
+  Returns the block ``(K, B)``, its first column, a mask of its columns that count (which belong to
+  one leaf), and the number of the leaf's group.
   """
   start, low, high, group = chunk.blocks[turn]
   width = chunk.layout.block

@@ -12,10 +12,7 @@ from optax_boost._trace import _layer_axes
 def split_layers(
   tree: _types.Tree, layers: _layer_axes.LayerAxes | None
 ) -> tuple[list[str], list[jax.Array], Callable[[Sequence[jax.Array]], _types.Tree]]:
-  """Returns the path and the array of each layer, and a function ``join``.
-
-  ``join(arrays)`` returns a tree like `tree` from new arrays of the layers.
-  """
+  """Returns the path and the array of each layer, and a function from such arrays to a tree."""
   leaves = [
     leaf if leaf.num_layers else leaf._replace(axes=None)
     for leaf in _layer_axes.leaves_of(tree, layers)

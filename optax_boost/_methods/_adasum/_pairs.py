@@ -12,8 +12,9 @@ The adaptive sum of a pair is (a - 2^r s_a a) + (b - 2^-r s_b b), where r = n_b 
 
   s_a = <2^-n_a a, 2^-n_b b> / (2 |2^-n_a a|^2)
 
-and s_b likewise; s_a and s_b are 0 for nodes that are zero. 2^r may be out of range, so a is
-multiplied twice by about its square root; no product is larger than the larger of a and b.
+and s_b likewise; s_a and s_b are 0 for nodes that are zero. Since 2^r may be out of range, a is
+multiplied by 2^(r // 2) first, and then by s_a times the rest of 2^r. Neither product is larger
+than the larger of a and b.
 """
 
 from typing import NamedTuple
@@ -51,21 +52,18 @@ def power(exponents: jax.Array, dtype: _types.Dtype) -> jax.Array:
 
 
 def bounds_of(largest: jax.Array) -> jax.Array:
-  """Returns the exponents e, such that no entry of a node exceeds 2^e, from its largest entry."""
+  """Returns exponents e such that no entry exceeds 2^e, from the largest entry of each node."""
   positive = (largest > 0) & jnp.isfinite(largest)
   return jnp.where(positive, jnp.frexp(jnp.where(positive, largest, 1))[1], _LOWEST)
 
 
 def scales_of(bounds: jax.Array) -> jax.Array:
-  """Returns the exponents h of the scales 2^h of nodes whose entries do not exceed 2^bounds."""
+  """Returns the exponents h of the scales 2^h for nodes whose entries are at most 2^bounds."""
   return jnp.minimum(_LARGEST - bounds, -_LOWEST)
 
 
 def norms_of(squares: jax.Array, scales: jax.Array) -> jax.Array:
-  """Returns exponents n such that no node's norm exceeds 2^n; n is -126 if the node is zero.
-
-  `squares` are the squared norms of the nodes times 2^scales.
-  """
+  """Returns exponents n such that no node's norm exceeds 2^n, from the squares of scaled nodes."""
   exponents = (jnp.frexp(squares)[1] + 1) // 2 - scales
   return jnp.where(squares > 0, jnp.maximum(exponents, _LOWEST), _LOWEST)
 
@@ -92,10 +90,7 @@ def pair_up(sums: Sums, scales: jax.Array) -> tuple[Factors, jax.Array]:
 
 
 def combine(nodes: jax.Array, factors: Factors, group: jax.Array) -> jax.Array:
-  """Combines the pairs of K nodes in a block of B columns that belong to one group.
-
-  Returns the nodes of the next level, ``(K - K // 2, B)``.
-  """
+  """Returns the next level's nodes ``(K - K // 2, B)`` from `nodes` ``(K, B)`` of one `group`."""
   pairs = factors.shares[0].shape[1]
   first, second = nodes[0 : 2 * pairs : 2], nodes[1 : 2 * pairs : 2]
 
@@ -114,15 +109,15 @@ def orthogonality(
 ) -> _types.FloatScalar:
   """Returns the squared norm of the result, divided by the sum of the gradients' squared norms.
 
-  `first` has the sums of the gradients, `last` those of the last level that has a pair. Both norms
-  are over all groups. Returns 1 if all gradients are zero.
+  `first` are the sums of the tree's lowest level (the gradients), `last` those of its highest level
+  with a pair. Norms are over all groups. Returns 1 if all gradients are zero.
   """
   unit = jnp.max(norms_of(first.squares, first_scales))
   before = jnp.sum(jnp.ldexp(first.squares, -2 * (first_scales + unit)))
   squares = jnp.ldexp(last.squares, -2 * (last_scales + unit))
   after = jnp.sum(squares, axis=1)
   if last.products.shape[1]:
-    # Squares are divided by the bounds 2^2n of the squared norms: their product is then in range.
+    # Each squared norm is divided by its bound 2^2n, so that the product of the two is in range.
     shifts = last_scales + norms_of(last.squares, last_scales)
     sizes = jnp.prod(jnp.ldexp(last.squares, -2 * shifts), axis=1)
     product = jnp.ldexp(last.products[:, 0], -jnp.sum(shifts, axis=1))

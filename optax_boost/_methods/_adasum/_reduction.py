@@ -1,4 +1,4 @@
-"""Walks the tree of adaptive sums on chunks of columns, on one device or over several."""
+"""Computes adaptive sums along the tree, level by level, on one device or over several."""
 
 from collections.abc import Callable, Sequence
 import functools
@@ -41,9 +41,9 @@ def reduce_over_devices(
   local_axes: tuple[str, ...],
   shard_axes: tuple[str, ...],
 ) -> tuple[list[jax.Array], jax.Array, jax.Array]:
-  """Returns the adaptive sum of each leaf over the replicas of the mesh axes `axes`.
+  """Averages leaves over `local_axes`, and sums them adaptively over the replicas along `axes`.
 
-  Returns also the orthogonality, and whether a leaf was not finite on a replica.
+  Returns the sums, the orthogonality (see `AdasumState`), and whether a leaf was not finite.
   """
   replicas, nearby = jax.lax.axis_size(axes), jax.lax.axis_size(local_axes)
   every_axis = axes + local_axes + shard_axes
@@ -68,16 +68,14 @@ def reduce_over_devices(
 
 
 def _largest(leaf: jax.Array) -> jax.Array:
-  """Returns the largest magnitude in a leaf, or infinity if the leaf has a NaN.
-
-  `pmax` over devices may lose a NaN, but keeps infinity.
-  """
+  """Returns the largest magnitude in a leaf, or infinity if the leaf has a NaN."""
   largest = _arrays.widen(jnp.max(jnp.abs(jax.lax.stop_gradient(leaf)), initial=0))
+  # `pmax` over devices may lose a NaN, but keeps infinity.
   return jnp.where(jnp.isnan(largest), jnp.inf, largest)
 
 
 def _largest_of_groups(largest: jax.Array, groups: Sequence[int]) -> jax.Array:
-  """Returns the largest magnitudes of groups ``(G, N)``, from those of L leaves ``(N, L)``."""
+  """Returns the largest magnitude in each group ``(G, N)`` from those in all leaves ``(N, L)``."""
   members = np.arange(max(groups) + 1)[:, None, None] == np.array(groups)
   return jnp.max(jnp.where(members, largest, 0), axis=2)
 
@@ -85,7 +83,7 @@ def _largest_of_groups(largest: jax.Array, groups: Sequence[int]) -> jax.Array:
 def _only_finite(
   leaves: list[jax.Array], groups: Sequence[int], finite: jax.Array
 ) -> list[jax.Array]:
-  """Returns the leaves, with NaN for each leaf of a group whose entry of `finite` is False."""
+  """Returns the leaves; leaves of a group whose entry of `finite` is False become NaN."""
   pairs = zip(leaves, groups, strict=True)
   return [jnp.where(finite[group], leaf, jnp.nan) for leaf, group in pairs]
 
@@ -95,10 +93,10 @@ def _walk(
   largest: jax.Array,
   total: Callable[[_pairs.Sums], _pairs.Sums],
 ) -> tuple[list[jax.Array], jax.Array, jax.Array]:
-  """Combines chunks of the gradients, level by level.
+  """Combines chunks of the gradients, level by level; ``total(sums)`` adds the devices' sums.
 
-  ``total(sums)`` adds the sums of all devices. Returns the chunks of the result, the orthogonality,
-  and for each group whether it is finite on all replicas.
+  `largest` (G, N) has each group's largest magnitudes. Returns the chunks of the result, the
+  orthogonality, and for each group whether it is finite on all replicas.
   """
   levels = []
   nodes = [chunk.rows for chunk in chunks]
@@ -128,13 +126,12 @@ def _pass(
   factors: _pairs.Factors | None,
   scales: jax.Array | None,
 ) -> _Carry:
-  """Goes once over a chunk; returns the next level's nodes, and their squares and products.
+  """Combines the pairs of a chunk's nodes; returns the new nodes, and their squares and products.
 
-  Without `factors`, the nodes are not combined but returned. Without `scales`, the sums are empty.
+  Without `factors`, returns the nodes uncombined. Without `scales`, returns empty sums.
   """
   dtype = _arrays.accumulator_dtype(chunk.layout.dtype)
-  # A result is stored in the buffer of its pair's first node, which the loop no longer needs. A
-  # node without a partner keeps its buffer.
+  # Block by block, the loop writes the result of a pair over the first node of the pair.
   results = [] if factors is None else [node.astype(dtype) for node in nodes[::2]]
   size = (0 if scales is None else scales.shape[0], len(results) or len(nodes))
 
@@ -162,8 +159,8 @@ def _pass(
       )
     return results, sums
 
-  # `fori_loop` needs a carry of one type. Under `shard_map` its results vary over the gradients'
-  # mesh axes, so the zeros at its start must vary over these axes, too.
+  # The carry of `fori_loop` must keep its type. Under `shard_map` the sums vary over the gradients'
+  # mesh axes, so the zeros at the start must vary over these axes, too.
   zero = jnp.where(False, chunk.rows[0][0].astype(dtype), 0)
   zeros = _pairs.Sums(jnp.broadcast_to(zero, size), jnp.broadcast_to(zero, (size[0], size[1] // 2)))
   results, sums = jax.lax.fori_loop(0, len(chunk.blocks), turn, (results, zeros))
@@ -173,7 +170,7 @@ def _pass(
 def _mean_nearby(x: jax.Array, axes: tuple[str, ...], size: int) -> jax.Array:
   """Averages `x` over the devices of `axes`; returns this device's slice along the first axis."""
   # Gradients are divided before they are summed, so that sums of large gradients don't overflow.
-  # In float16 small gradients would then underflow, so there the sums are divided.
+  # In float16 small quotients would underflow, so the sums are divided instead.
   divides_first = jnp.finfo(x.dtype).maxexp >= jnp.finfo(jnp.float32).maxexp
   summed = jax.lax.psum_scatter(x / size if divides_first else x, axes, scatter_dimension=0)
   return summed if divides_first else summed / size
@@ -186,7 +183,7 @@ def _gather(chunk: jax.Array, axes: tuple[str, ...]) -> jax.Array:
   # The output of `shard_map` may be replicated only if JAX knows that it is equal on all devices.
   if "to" in inspect.signature(jax.lax.all_gather).parameters:
     return jax.lax.all_gather(chunk, axes, tiled=True, to="invarying")
-  # XLA 27: before JAX 0.10, JAX knows this of results of `psum` only, which moves twice the bytes.
+  # XLA 27: before JAX 0.10, JAX knows this only of results of `psum`, which moves twice the bytes.
   devices, owner = jax.lax.axis_size(axes), jax.lax.axis_index(axes)
   alone = jnp.where(jnp.arange(devices)[:, None] == owner, chunk, 0)
   return jax.lax.psum(alone.ravel(), axes)

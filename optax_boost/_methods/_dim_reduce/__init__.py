@@ -10,7 +10,7 @@ Modules:
   _dim_reduce       the arguments, the step and its line search
   _state            the state, and how its subspace is replaced
   _quasi_newton     BFGS, and the lengths that a line search tries
-  _groups           which leaves and layers share a subspace
+  _groups           which leaves and layers form a group with a subspace of its own
   _linalg           products and combinations of trees
   _boxes            takes arrays out of the variables of NNX and the metadata of Linen
 """

@@ -1,4 +1,4 @@
-"""Replaces boxes, which are NNX's variables and Linen's metadata, by the values that they hold."""
+"""Takes arrays out of boxes: NNX's variables and Linen's metadata."""
 
 import jax
 
@@ -8,8 +8,7 @@ from optax_boost._foundation import _paths, _types
 def unboxed(tree: _types.Tree) -> _types.Tree:
   """Returns the tree with the value of each box in place of the box.
 
-  The box of a param tells Flax how to shard the param. An array in the optimizer state that has one
-  axis more than the param can't be sharded in this way, so it must not be in a box.
+  A param's box tells Flax how to shard the param, which is wrong for an array with one axis more.
   """
 
   def value(node: _types.Tree) -> _types.Tree:

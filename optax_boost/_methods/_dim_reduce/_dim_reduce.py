@@ -11,13 +11,14 @@ For params w of n numbers, gradient g and basis P (k x n, its rows orthonormal o
   s <- t d_k                             if t > 0
 
 If no t is accepted, MindSpore's search restores B and g_k'. The search "auto" sets B to the
-identity and s to 0, so that the next step is one of steepest descent. With an inner optimizer I, a
-trial is w + I(-t P' d_k), and the step is I(alpha r - t P' d_k). The signs are reversed because I
-expects a gradient.
+identity and s to 0, so that the next step is one of steepest descent. With an inner optimizer I,
+the line search tries w + I(-t P' d_k), and the step is I(alpha r - t P' d_k). The signs are
+reversed because I expects a gradient.
 
 The recursion of r is linear, so r = M - P' q with M <- gamma M + g [n] and q <- gamma q + g_k [k].
-The state keeps M and q, and the update is -alpha M + P' (t d_k + alpha q). A step reads the basis
-twice, to compute P g and P' times a vector. A line search needs P' times two vectors, d_k and q.
+The state keeps M and q instead of r, and the update is -alpha M + P' (t d_k + alpha q). So a step
+reads the basis twice, for P g and for the product with P'. With a line search this product is of
+two vectors at once, d_k and alpha q.
 
 Source: Li, Wu, Huang et al., "Low Dimensional Trajectory Hypothesis is True: DNNs can be Trained in
 Tiny Subspaces", arXiv:2103.11154; steps as in MindSpore's ``boost.dim_reduce``.
@@ -40,8 +41,8 @@ from optax_boost._methods._dim_reduce._state import DimReduceState
 from optax_boost._methods._dim_reduce._subspace import Subspace, check_subspace
 
 _METHOD = _state.METHOD
-# The most trials of a search with `max_search="auto"`; at the default `rho` the last length is 3e-8
-# times the first.
+# The most trials of a search with `max_search="auto"`. At the default `rho` the last trial's length
+# is 3e-8 times the first.
 _LONGEST_SEARCH = 30
 
 
@@ -68,53 +69,54 @@ def dim_reduce(
   .. math::
     f(w + t P^\top d) < f(w) + \sigma t \, g^\top P^\top d
 
-  on the current batch. The search tries lengths that shrink by the factor :math:`\rho` until one
-  is accepted. The next search begins at the accepted length, or at a longer one if the first trial
-  was accepted. If no length is accepted, `rejected_count` grows, and the next step is one of
-  steepest descent. A decrease smaller than the rounding error of the loss is accepted unless the
-  loss grows. `dim_reduce` is a whole optimizer, to be used in place of ``optax.sgd``; its steps in
-  the subspace need no learning rate.
+  on the current batch. The line search tries lengths that shrink by the factor :math:`\rho` until
+  it accepts one. The next search begins at the accepted length, or at a longer one if the first
+  trial was accepted. If no length is accepted, `rejected_count` grows, and the next step is one of
+  steepest descent. If the linear decrease is smaller than the rounding error of the loss, a length
+  is accepted unless the loss grows. `dim_reduce` is a whole optimizer, to be used in place of
+  ``optax.sgd``; its steps in the subspace need no learning rate.
 
   A step reads the basis twice, three times with `inner`, and makes one forward pass per trial.
   Memory: the basis (k copies of the params) and one copy of the params.
 
   Unless `max_search` is None, ``update`` needs two extra arguments, which ``make_train_step``
   passes: `value`, the loss at the params, and ``value_fn(params)``, the loss at other params on the
-  same batch. If the batch is sharded over devices, the loss is the mean over all of it. Gradients
-  must not be scaled: put :func:`dynamic_loss_scale` around `dim_reduce`. A gradient that is not
-  finite changes only a counter in the state. Its entries that are not finite become NaN in the
-  updates, so that ``optax.apply_if_finite`` skips the step. A loss that is not finite is never
-  accepted.
+  same batch. If the batch is sharded over devices, the loss is the mean over the whole batch.
+  Gradients must not be scaled: put :func:`dynamic_loss_scale` around `dim_reduce`. If a gradient is
+  not finite, only counters and the metrics of the search change in the state. The updates are NaN
+  where the gradient is not finite, so that ``optax.apply_if_finite`` skips the step. A length at
+  which the loss is not finite is never accepted.
 
-  The basis is sharded as the params are. For that, ``init`` must see how the params are sharded:
-  call it outside of ``jit``, or on a mesh with Explicit axes. Inside ``shard_map`` params must be
+  The basis is sharded as the params are. So ``init`` must see how the params are sharded: call
+  ``init`` outside of ``jit``, or on a mesh with Explicit axes. Inside ``shard_map`` params must be
   whole.
 
   Args:
-    subspace: a :class:`Subspace` whose basis fits the params, or a callable from params to one.
-      Under ``optax.inject_hyperparams`` a callable must be named in `static_args`.
+    subspace: a :class:`Subspace` whose basis fits the params, or a function that returns one for
+      given params. Under ``optax.inject_hyperparams`` a function must be named in `static_args`.
     rho: the factor from one trial to the next, in (0, 1). Raising it tries longer steps.
     sigma: the share of the linear decrease that a step must reach, in [0, 1). Raising it rejects
       more steps.
     gamma: the decay of the residual momentum, in [0, 1). Raising it averages more gradients.
     alpha: the learning rate outside of the subspace, a number >= 0 or a schedule of the step count.
-    max_search: how the step length is searched; static. ``"auto"``: as above, at most 30 trials in
-      a step. A number: tries at most this many lengths, the length 1 first, as in MindSpore, whose
-      number is 2. If no length is accepted, there is no step in the subspace, and :math:`B` is
-      restored. None: always makes the step of length 1, which needs no loss.
+    max_search: how the step length is searched; static. ``"auto"``: as above, with at most 30
+      trials in a step. A number: tries at most this many lengths (2 in MindSpore), the length 1
+      first. If no length is accepted, there is no step in the subspace, and :math:`B` is restored.
+      None: always makes the step of length 1, which needs no loss.
     groups: which leaves share a subspace and a :math:`B`; all groups share the step length. A plan
       of :func:`layer_groups`; regular expressions, one per group, that match whole segments of the
-      leaves' paths (a leaf that two match is an error; one that none matches is in the last group);
-      or the result of :func:`layer_axes`: layer i of all leaves is group i, and leaves without
-      layers are the last group. Each row of the basis holds a component of each group, orthonormal
-      within it, as ``fit_subspace(..., groups=groups)`` makes them. None: one group.
-    inner: an optimizer that makes the steps, as in MindSpore's
-      ``DimReduce(network, optimizer, ...)``; its learning rate scales them. It gets
-      :math:`\alpha r - t P^\top d` in place of the gradient. A trial uses its updates for
-      :math:`-t P^\top d` and discards its new state. With ``max_search="auto"``, :math:`t` is at
-      most 1, a trial is compared with the updates for zeros, at the cost of one more forward pass,
-      and :math:`B` learns from the distance that the params moved. None: as ``optax.sgd(1.0)`` in
-      MindSpore's search.
+      leaves' paths (a leaf that two expressions match is an error; a leaf that no expression
+      matches is in the last group); or the result of :func:`layer_axes`: layer i of all leaves is
+      group i, and leaves without layers are the last group. The rows of the basis must be
+      orthonormal within each group, as ``fit_subspace(..., groups=groups)`` makes them. None: one
+      group.
+    inner: an optimizer that turns the steps into updates, as in MindSpore's
+      ``DimReduce(network, optimizer, ...)``; its learning rate scales the steps. In place of the
+      gradient it gets :math:`\alpha r - t P^\top d`, and in a trial :math:`-t P^\top d`; its state
+      after a trial is discarded. With ``max_search="auto"``, :math:`t` is at most 1, and :math:`B`
+      learns from the distance that the params moved. A trial's loss is then compared with the loss
+      after the updates for a zero gradient, which costs one more forward pass. None: adds the
+      steps to the params, as ``optax.sgd(1.0)`` does in MindSpore's search.
 
   Returns:
     An :class:`optax.GradientTransformationExtraArgs` that needs `params`. Updates have the
@@ -144,8 +146,8 @@ def dim_reduce(
 
   .. note::
     Inside ``optax.masked`` or ``optax.partition`` only the unmasked leaves of the basis are used,
-    and ``value_fn`` is called with the masked params. In a population under ``vmap`` each member
-    gets a copy of the basis, unless `out_axes` of ``init`` is None for it.
+    and ``value_fn`` is called with the masked params. If ``vmap`` runs several trainings, each of
+    them gets a copy of the basis, unless `out_axes` of the mapped ``init`` is None for the basis.
   """
   method = _DimReduce(subspace, rho, sigma, gamma, alpha, max_search, groups, inner)
   wraps = () if method.inner is None else (method.inner,)
@@ -156,7 +158,7 @@ def dim_reduce(
 
 @dataclasses.dataclass
 class _DimReduce:
-  """The functions `init` and `step` of :func:`dim_reduce`, whose arguments are the fields."""
+  """The functions `init` and `step` of :func:`dim_reduce`; the fields are its arguments."""
 
   subspace: Subspace | Callable[[_types.Params], Subspace]
   rho: jax.typing.ArrayLike
@@ -184,15 +186,12 @@ class _DimReduce:
 
   @property
   def adaptive(self) -> bool:
-    """Returns whether `max_search` is "auto": each search starts at the last search's length."""
+    """Returns whether `max_search` is "auto", so that a search begins where the last one ended."""
     return isinstance(self.max_search, str)
 
   @property
   def rescales(self) -> bool:
-    """Returns whether B is scaled so that -B g_k is about as long as the gradient g_k.
-
-    `inner` expects directions of this length.
-    """
+    """Returns whether B is scaled so that -B g_k is about as long as g_k, as `inner` expects."""
     return self.inner is not None and self.adaptive
 
   def init(self, params: optax.Params) -> DimReduceState:
@@ -249,15 +248,15 @@ class _DimReduce:
   ) -> tuple[optax.Updates, DimReduceState]:
     if self.max_search is not None:
       value, value_fn = _checked_loss(value, value_fn)
-    # If `optax.masked` hides leaves of `updates`, gradients among the extra arguments must lack
-    # these leaves, too.
+    # Hides the leaves that `optax.masked` hides in `updates` also in gradients among the extra
+    # arguments.
     _, extra = _extra_args.map_gradients(lambda g: g, updates, extra_args)
     extra |= {"value": value, "value_fn": value_fn}
     extra = {name: argument for name, argument in extra.items() if argument is not None}
     groups = _groups.find_groups(params, self.groups, _METHOD)
 
     def through_inner(changes: optax.Updates) -> tuple[optax.Updates, optax.OptState]:
-      """Returns the updates and the new state of `inner`, called with -changes as gradient."""
+      """Returns the updates and the new state of `inner` for the gradient -changes."""
       narrow = jax.tree.map(lambda p, x: x.astype(p.dtype), params, changes)
       if self.inner is None:
         return narrow, None
@@ -300,7 +299,7 @@ class _DimReduce:
 
     step = search.accepted * quasi.direction
     if self.rescales:
-      # B must learn from the distance that the params moved. `inner` decides this distance.
+      # B must learn from the distance that the params moved, which `inner` decides.
       step = quasi.scale * _project(state, changes, groups)
     learned: dict[str, _types.OptState] = self._learn(
       state, quasi, search, step, _arrays.sum_squares_of_tree(updates)
@@ -326,24 +325,21 @@ class _DimReduce:
     extra: _types.ExtraArgs,
     through_inner: Callable[[optax.Updates], tuple[optax.Updates, optax.OptState]],
   ) -> _quasi_newton.Search:
-    """Runs the line search along the direction, and returns its last state.
-
-    Each leaf of `lifted` has P' d_k in its first row.
-    """
+    """Returns the last state of the line search along P' d_k, the first row of `lifted`."""
     value, dtype, possible = extra["value"], quasi.gradient.dtype, quasi.usable
     start, offset = value.astype(dtype), jnp.zeros([], dtype)
     slope = jnp.sum(quasi.gradient * quasi.direction)
 
     def trial(length: jax.Array) -> tuple[jax.Array, jax.Array]:
-      """Returns the loss after a step of this length, and its linear change."""
+      """Returns the loss after a step of this length, and the change that the slope predicts."""
       step = jax.tree.map(lambda x: length.astype(x.dtype) * x[0], lifted)
       changes, _ = through_inner(step)
       change = _inner_product(updates, changes) if self.rescales else length * slope
       return extra["value_fn"](optax.apply_updates(params, changes)), change - offset
 
     if self.rescales:
-      # The momentum of `inner` moves the params even with the length 0, so trials are compared with
-      # the loss at this length.
+      # The momentum of `inner` moves the params even by a step of length 0, so trials are compared
+      # with the loss after this step.
       start, offset = trial(offset)
       start, offset = start.astype(dtype), offset.astype(dtype)
     if self.adaptive:
@@ -359,8 +355,8 @@ class _DimReduce:
       resolution=float(jnp.finfo(value.dtype).eps) if self.adaptive else None,
     )
     search = search._replace(notfinite=_arrays.increment_if(~jnp.isfinite(start), search.notfinite))
-    # `short` would let the next search try lengths above 1. The learning rate of `inner` bounds the
-    # steps instead: Adam's steps, for example, do not grow with the gradient.
+    # If `short` is True, the next search may try lengths above 1. With `inner`, its learning rate
+    # bounds the steps instead, since Adam's steps, for example, don't grow with the gradient.
     return search if self.inner is None else search._replace(short=jnp.asarray(False))
 
   def _learn(
@@ -371,7 +367,7 @@ class _DimReduce:
     step: jax.Array,
     squares: jax.Array,
   ) -> dict[str, jax.Array]:
-    """Returns new values of the state's fields for B, for the search, and for the metrics."""
+    """Returns new fields of the state after `step`; `squares` is the gradient's squared norm."""
     moved = search.accepted > 0
     failed = (search.tried > 0) & ~moved if self.adaptive else jnp.asarray(False)
     # B becomes the identity if its direction overflowed, or if no step along it was accepted.
@@ -384,7 +380,7 @@ class _DimReduce:
     rejected, next_rho = ~moved, state.next_rho
     if self.adaptive:
       rejected &= jnp.any(quasi.gradient != 0)
-      # A step of this length along the gradient is as long as the last accepted step.
+      # With this length, a step along the gradient is as long as the last accepted step.
       length = jnp.sqrt(squared_step / squared_gradient)
       next_rho = _quasi_newton.next_step(search, quasi.first, quasi.steepest, length, self.rho)
     return {
@@ -410,7 +406,7 @@ def _project(state: DimReduceState, g: optax.Updates, groups: _groups.SubspaceGr
 def _checked_loss(
   value: jax.typing.ArrayLike | None, value_fn: _types.Closure | None
 ) -> tuple[_types.FloatScalar, _types.Closure]:
-  """Returns `value` and `value_fn` with losses as arrays; raises an error if one is missing."""
+  """Returns `value` and `value_fn` with losses as arrays; raises an error if either is missing."""
   purpose = "the loss at the params, on the current batch"
   loss: Any = _extra_args.require_extra(value, "value", _METHOD, purpose)
   purpose = "a function from params to the loss on the current batch"
@@ -434,10 +430,7 @@ def _scalar(value: jax.typing.ArrayLike, requirement: str) -> _types.FloatScalar
 def _show_nonfinite(
   finite: _types.BoolScalar, changes: optax.Updates, gradient: optax.Updates
 ) -> optax.Updates:
-  """Returns `changes` if `finite`, else NaN where a gradient entry is not finite, and 0 elsewhere.
-
-  ``optax.apply_if_finite`` skips a step whose updates have NaNs.
-  """
+  """Returns `changes` if `finite`, else NaN where the gradient is not finite, and 0 elsewhere."""
 
   def show(u: jax.Array, g: jax.Array) -> jax.Array:
     zero_or_nan = jnp.where(_finiteness.finite_entries(g), 0, jnp.nan)

@@ -26,26 +26,28 @@ def fit_subspace(
   .. math::
     C = X - \bar{x}, \qquad C C^\top = U \Sigma^2 U^\top, \qquad B = \Sigma_k^{-1} U_k^\top C
 
-  The eigenvectors of the Gram matrix of the m snapshots give the components. One Rayleigh-Ritz step
-  then restores the digits that were lost because the Gram matrix has squares. In float32,
-  components whose variance is below 1e-7 of the first component's variance are less exact. Below
-  1e-10 they are rounding errors, and `fit_subspace` raises an error. Sharded params are not
-  gathered: only matrices of m or k rows and columns move between devices.
+  The m snapshots are the rows of :math:`X`, and the k components are the rows of :math:`B`. The
+  eigenvectors :math:`U` of the Gram matrix give the components. The Gram matrix has squares, which
+  cost digits, so one Rayleigh-Ritz step restores these digits. In float32, components whose
+  variance is below 1e-7 of the first component's variance are less exact. Below 1e-10 they are
+  rounding errors, and `fit_subspace` raises an error. Sharded params are not gathered: only
+  matrices of m or k rows and columns move between devices.
 
-  Inside ``jit``, `fit_subspace` raises no error for the values of snapshots: it leaves out
-  snapshots that are not finite, and if the snapshots span fewer directions than `components`, the
-  last rows of the basis are zero.
+  Inside ``jit``, the values of snapshots raise no error. `fit_subspace` leaves out snapshots that
+  are not finite, and if the snapshots span fewer directions than `components`, the last rows of the
+  basis are zero.
 
   Args:
     snapshots: the state of a chain with :func:`record_trajectory`; a stacked tree, whose leaves
-      have the snapshots along their first axis; or an iterable of trees. An iterable that can be
-      iterated over again, other than a list or tuple, is read several times in blocks of k + 8
-      snapshots, of which about three are in memory. Other iterables are held as a whole.
+      have the snapshots along their first axis; or an iterable of trees. Lists, tuples and
+      iterators are held in memory as a whole. Any other iterable is read several times, in blocks
+      of k + 8 snapshots; about three blocks are in memory at a time.
     components: k, the dimension of the subspace; less than the number of snapshots. Static. Raising
       it explains more of the gradient, and takes more memory and time.
     key: None: computes the exact components. A key or an integer seed: computes the components of
       k + 10 random combinations of the snapshots, after one power iteration. This avoids the m x m
-      matrix, whose cost dominates for m in the hundreds, and is as good if the variances decay.
+      Gram matrix, whose cost dominates for m in the hundreds. The components are as good if the
+      variances decay.
     dtype: a floating dtype in which the basis is stored. It is computed in float32 or wider. In
       bfloat16 its rows are orthonormal to 3 digits only.
     groups: as in :func:`dim_reduce`; each group of leaves and layers is fitted separately. None:
@@ -99,8 +101,9 @@ def _fit(
 ) -> tuple[_subspace.Subspace, jax.Array, _types.IntScalar, _types.FloatScalar]:
   """Computes the subspace of all blocks of snapshots.
 
-  Returns the subspace, a flag for each snapshot that is not finite, the number of directions in
-  which the snapshots differ in each group, and the sum of squares of the centred snapshots.
+  Returns the subspace, for each snapshot whether it is not finite, the number of directions in
+  which the snapshots differ (in the group with the fewest), and the centred snapshots' sum of
+  squares.
   """
   centred = _pca.Centred(blocks)
   m, sketch = len(centred.bad), None
@@ -126,7 +129,7 @@ _jitted_fit = jax.jit(_fit, static_argnums=(2, 3, 4))
 
 
 def _check_enough(count: int, components: int) -> None:
-  """Raises ValueError unless there are more snapshots, `count`, than components."""
+  """Raises ValueError unless the number of snapshots, `count`, exceeds the components."""
   if count <= components:
     raise ValueError(
       f"{components} components need at least {components + 1} snapshots, since their mean takes"

@@ -1,4 +1,4 @@
-"""The argument `groups`: which leaves and layers share a subspace."""
+"""Reads the argument `groups`, which says which leaves and layers share a subspace."""
 
 import dataclasses
 from typing import TypeAlias
@@ -15,7 +15,7 @@ Plan: TypeAlias = _layer_groups.Groups | _layer_axes.LayerAxes | None
 
 @dataclasses.dataclass(frozen=True)
 class LeafGroups:
-  """The number of the group of each layer of a leaf. A leaf without axes of layers is one layer."""
+  """The group of each layer of a leaf; a leaf without axes of layers is a single layer."""
 
   axes: tuple[int, ...]  # the axes of layers
   numbers: tuple[int, ...]  # the group of each layer, in the order of the axes
@@ -23,17 +23,14 @@ class LeafGroups:
 
 @dataclasses.dataclass(frozen=True)
 class SubspaceGroups:
-  """The groups of all leaves of a tree, in the order of the leaves, and the number of groups."""
+  """The groups of all leaves of a tree."""
 
-  leaves: tuple[LeafGroups, ...]
-  number: int
+  leaves: tuple[LeafGroups, ...]  # in the order of the tree
+  number: int  # the number of groups, G
 
 
 def check_groups(plan: Plan) -> None:
-  """Raises an error if the argument `groups` is invalid.
-
-  Warns if `groups` is a result of `layer_axes` in which no leaf stacks layers.
-  """
+  """Raises an error if `groups` is invalid; warns if it is `layer_axes` that stack no layers."""
   if not isinstance(plan, _layer_axes.LayerAxes):
     if plan is not None:
       _layer_groups.count_groups(plan)
@@ -46,11 +43,7 @@ def check_groups(plan: Plan) -> None:
 
 
 def find_groups(tree: _types.Tree, plan: Plan, method: str) -> SubspaceGroups:
-  """Returns the group of each layer of each leaf of `tree`.
-
-  If `plan` is the result of `layer_axes`, layer i of all leaves is in group i, and leaves without
-  layers are in the last group.
-  """
+  """Returns the group of each layer of each leaf; `plan` is `groups` of :func:`dim_reduce`."""
   if isinstance(plan, _layer_axes.LayerAxes):
     leaves = _layer_axes.leaves_of(tree, plan)
     last = max((leaf.num_layers for leaf in leaves if leaf.stacked), default=0)

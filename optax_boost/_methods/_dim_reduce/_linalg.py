@@ -1,10 +1,9 @@
 r"""Small dense linear algebra on trees of stacked leaves, in at least float32.
 
-A stacked tree has leaves [m, *shape] and represents m vectors of n entries, its rows. Each of G
-groups of leaves and layers is a separate space, so the inner products of the rows of two stacked
-trees of m and l rows are [G, m, l]. These matrices are small and not sharded. Large leaves are not
-reshaped or concatenated, so a sharded leaf stays on its devices, and only small matrices move
-between devices.
+A stacked tree has leaves [m, *shape] and represents m vectors, its rows. Each of G groups of leaves
+and layers is a separate space, so the inner products of the rows of two stacked trees of m and l
+rows are [G, m, l]. These matrices are small and not sharded. Large leaves are not reshaped or
+concatenated, so sharded leaves stay on their devices, and only small matrices move between devices.
 """
 
 from collections.abc import Sequence
@@ -17,7 +16,7 @@ import numpy as np
 from optax_boost._foundation import _arrays, _placement, _trees, _types
 from optax_boost._methods._dim_reduce._groups import LeafGroups, SubspaceGroups
 
-# Computes products in full float32. By default, accelerators compute them with fewer bits.
+# Products are computed in full float32. By default, accelerators would use fewer bits.
 PRECISION = jax.lax.Precision.HIGHEST
 matmul = functools.partial(jnp.matmul, precision=PRECISION)
 
@@ -54,9 +53,9 @@ def identities(matrices: jax.Array) -> jax.Array:
 
 
 def _contract(rows: jax.Array, leaf: jax.Array, layers: tuple[int, ...]) -> jax.Array:
-  """Returns the inner products of k rows and a leaf, in each of the leaf's L layers; not sharded.
+  """Returns the inner products of k rows and a leaf in each of the leaf's L layers, not sharded.
 
-  The result is [L, k, m] if `leaf` has m stacked rows, and [L, k] if it is not stacked.
+  They are [L, k, m] if `leaf` has m stacked rows, and [L, k] if it is not stacked.
   """
   is_stacked = leaf.ndim == rows.ndim
   within_layer = [axis for axis in range(rows.ndim - 1) if axis not in layers]
@@ -68,8 +67,8 @@ def _contract(rows: jax.Array, leaf: jax.Array, layers: tuple[int, ...]) -> jax.
   mesh = jax.typeof(rows).sharding.mesh
   out = None
   if jax.sharding.AxisType.Explicit in mesh.axis_types:
-    # With Explicit axes, `dot_general` must be told how a sum over a sharded axis is sharded. Every
-    # device needs the whole sum.
+    # With Explicit axes, `dot_general` must be told how the sum over a sharded axis is sharded. It
+    # is not sharded, since every device needs it.
     out = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
   result = jax.lax.dot_general(
     rows,
@@ -85,12 +84,9 @@ def _contract(rows: jax.Array, leaf: jax.Array, layers: tuple[int, ...]) -> jax.
 def _sum_by_group(
   by_layer: Sequence[jax.Array], numbers: Sequence[int], groups: SubspaceGroups
 ) -> jax.Array:
-  """Sums `by_layer`, the products of layers, in each group: [G, k, m] or [G, k].
-
-  `numbers` holds the group of each layer, in the order of the layers in `by_layer`.
-  """
-  # XLA 2: a contraction, since XLA would fuse a sum over leaves into the loop of each leaf and
-  # compute the sum again there.
+  """Sums `by_layer`, products in each layer, over groups; `numbers` has the group of each layer."""
+  # XLA 2: a contraction, since XLA would fuse a sum over leaves into the loop of each leaf, which
+  # would compute the sum again.
   joined = jnp.concatenate(by_layer)
   member = np.equal.outer(np.arange(groups.number), np.array(numbers, int))
   return jnp.tensordot(jnp.asarray(member, joined.dtype), joined, 1, precision=PRECISION)
@@ -113,7 +109,7 @@ def combine(
     layers = [x.shape[1 + axis] for axis in leaf_groups.axes]
     by_layer = coefficients[np.array(leaf_groups.numbers, int)].astype(x.dtype)
     by_layer = by_layer.reshape(*layers, *coefficients.shape[1:])
-    # On a mesh with Explicit axes both operands must shard their layers in the same way.
+    # On a mesh with Explicit axes, both operands must be sharded alike along the axes of layers.
     sharding = jax.typeof(x).sharding
     spec = [sharding.spec[1 + axis] for axis in leaf_groups.axes] + [None] * (coefficients.ndim - 1)
     same = jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec(*spec))

@@ -5,10 +5,10 @@ r"""Principal component analysis of m snapshots of n numbers, read in blocks; m 
   G = U diag(s^2) U'              s: singular values of C, descending
   B = diag(1/s) U' C     [k, n]   the first k rows: the components
 
-The condition number of G is the square of that of C. So eigenvectors of G whose s is below
-sqrt(eps) s_1 are inaccurate mixtures, and the rows of B are not orthogonal. Therefore the algorithm
-takes l rows, a few more than k, and makes them orthonormal. Then a Rayleigh-Ritz step corrects the
-rows by an SVD of C B' [m, l], whose condition number is not squared.
+The condition number of G is the square of the condition number of C. So eigenvectors of G whose s
+is below sqrt(eps) s_1 are inaccurate mixtures, and the rows of B are not orthogonal. Therefore the
+algorithm computes l rows, a few more than k, and makes them orthonormal. Then a Rayleigh-Ritz step
+corrects them by an SVD of C B' [m, l], whose condition number is not squared.
 
 A worked example with m = 3 and n = 2. The snapshots lie on a line in the direction (0.6, 0.8):
 
@@ -22,18 +22,18 @@ A worked example with m = 3 and n = 2. The snapshots lie on a line in the direct
   >>> _products(rows, rows, one_group)[0].tolist()  # G
   [[25.0, 0.0, -25.0], [0.0, 0.0, 0.0], [-25.0, 0.0, 25.0]]
 
-G has the eigenvalue s^2 = 50 with the eigenvector (-1, 0, 1) / sqrt(2). The rows, combined with
-these coefficients, are (6, 8) / sqrt(2), which divided by s is (0.6, 0.8):
+G has the eigenvalue s^2 = 50 with the eigenvector (-1, 0, 1) / sqrt(2). With the eigenvector's
+entries as coefficients, the rows combine to (6, 8) / sqrt(2). Divided by s this is (0.6, 0.8):
 
   >>> pca = principal_components([rows], k=1, sketch=None, groups=one_group)
   >>> [round(x, 3) for x in pca.rows[0].tolist()], round(float(pca.variances[0, 0]), 3)
   ([0.6, 0.8], 50.0)
 
-The randomized form avoids G: it reduces C to a sketch Q' C of l rows, far fewer than m, after one
-power iteration, and analyses the sketch. Source: Halko, Martinsson, Tropp, "Finding Structure with
-Randomness", SIAM Review 53 (2011).
+The randomized algorithm avoids the Gram matrix: after one power iteration it reduces C to a sketch
+Q' C of l rows, far fewer than m, and analyses the sketch. Source: Halko, Martinsson, Tropp,
+"Finding Structure with Randomness", SIAM Review 53 (2011).
 
-Each of G groups of leaves and layers is analysed by itself: m x m matrices are [G, m, m].
+Each group of leaves and layers is analysed by itself, so for G groups an m x m matrix is [G, m, m].
 """
 
 from collections.abc import Iterable, Iterator
@@ -50,7 +50,7 @@ from optax_boost._methods._dim_reduce import _linalg, _snapshot_blocks
 from optax_boost._methods._dim_reduce._groups import SubspaceGroups
 from optax_boost._methods._dim_reduce._linalg import matmul
 
-# The number l - k of extra directions: the last of the l directions are inaccurate.
+# The number l - k of extra directions, needed since the last of the l directions are inaccurate.
 GUARD = 8
 
 _combine = jax.jit(_linalg.combine, static_argnums=2)
@@ -67,10 +67,9 @@ class Components(NamedTuple):
 
 
 class Centred:
-  """Iterates over blocks of centred snapshots, that is, snapshots minus the mean of all snapshots.
+  """Iterates, as often as asked, over blocks of centred snapshots: snapshots minus their mean.
 
-  May be iterated over several times. Rows of a block that are not in use, and *bad* rows, which are
-  not finite, become zero.
+  Rows of a block that are not in use or not finite become zero.
   """
 
   def __init__(self, blocks: Iterable[_snapshot_blocks.Block]) -> None:
@@ -81,8 +80,8 @@ class Centred:
       finite = _finite_rows(rows)
       good = used & finite
       if not self._good:
-        # The rounding error of a mean grows with the numbers. Snapshots are large but differ
-        # little, so the mean of their small distances to the first snapshot is more exact.
+        # The rounding error of a mean grows with the size of the numbers. Snapshots differ little,
+        # so the mean of their small distances to the first snapshot is more exact.
         self._origin = _first_row(rows, good)
         total = zero = jax.tree.map(jnp.zeros_like, self._origin)
       distances = _distances(rows, good, self._origin, zero)
@@ -108,7 +107,7 @@ def _finite_rows(rows: optax.Params) -> jax.Array:
     jnp.all(_finiteness.finite_entries(x), axis=range(1, x.ndim)) for x in jax.tree.leaves(rows)
   ]
   # XLA 2: a contraction counts the finite leaves. XLA would fuse `all` over leaves into the loop of
-  # each leaf, and hundreds of leaves would compile for long.
+  # each leaf, which takes long to compile with hundreds of leaves.
   flags = jnp.stack(by_leaf).astype(jnp.float32)
   return matmul(jnp.ones(len(by_leaf)), flags) == len(by_leaf)
 
@@ -142,7 +141,7 @@ def principal_components(
 ) -> Components:
   """Returns the first k components of m > k centred snapshots, which `centred` yields in blocks.
 
-  `sketch` has [m, l] normal numbers for the randomized form; None chooses the exact form.
+  `sketch` has [m, l] normal numbers for the randomized algorithm; None computes exactly.
   """
 
   def products(directions: optax.Params) -> jax.Array:
@@ -181,12 +180,12 @@ def _leading_directions(gram: jax.Array, count: int) -> jax.Array:
 def _orthonormalizer(gram: jax.Array) -> jax.Array:
   """Returns a matrix T such that T X has orthonormal rows, from the Gram matrix [G, l, l] of X.
 
-  A combination of X's rows, each scaled to length one, that is shorter than sqrt(1000 eps), 1 % in
-  float32, counts as a rounding error: its row of T is zero.
+  T combines the rows of X, scaled to length one, with the eigenvectors of their Gram matrix. If a
+  combination is shorter than sqrt(1000 eps), 1 % in float32, it is a rounding error, and its row of
+  T is zero.
   """
   norms = jnp.sqrt(jnp.diagonal(gram, axis1=-2, axis2=-1))
-  # Rows are first scaled to length one. Otherwise T X would be less orthogonal if the lengths of
-  # rows of X differ much.
+  # Without this scaling, T X would be less orthogonal if the lengths of rows of X differ much.
   scale = _inverse(norms, norms > 0)
   squares, vectors = jnp.linalg.eigh(gram * scale[:, :, None] * scale[:, None, :])
   lengths = jnp.sqrt(jnp.maximum(squares, 0))
@@ -211,9 +210,9 @@ def _rayleigh_ritz(
   k: int,
   groups: SubspaceGroups,
 ) -> Components:
-  """Returns the k components in the span of l rows, `basis`, which are nearly orthonormal or zero.
+  """Returns k components in the span of the l rows of `basis`, nearly orthonormal or zero.
 
-  `coordinates` are the inner products of the rows of `basis` with the centred snapshots. Components
+  `coordinates` are the inner products of the centred snapshots with the rows of `basis`. Components
   whose singular value is below 100 eps times the largest are rounding errors and become zero.
   """
   exact = _orthonormalizer(_linalg.products(basis, basis, groups))
@@ -221,8 +220,8 @@ def _rayleigh_ritz(
   singular, right = singular[:, :k], right[:, :k]
   real = singular > 100 * jnp.finfo(singular.dtype).eps * singular[:, :1]
   rotation = jnp.where(real[..., None], matmul(right, exact), 0)
-  # Signs of components are arbitrary. They are chosen such that the entries of each component have
-  # a positive sum in each group.
+  # The sign of a component is arbitrary. It is chosen such that the component's entries have a
+  # positive sum in each group.
   ones = jax.tree.map(lambda x: jnp.ones_like(x[0]), basis)
   sums = jnp.sum(rotation * _linalg.products(basis, ones, groups)[:, None], axis=-1)
   rows = _linalg.combine(jnp.where(sums < 0, -1, 1)[..., None] * rotation, basis, groups)

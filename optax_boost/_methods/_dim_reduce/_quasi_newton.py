@@ -1,15 +1,16 @@
 r"""Computes quasi-Newton steps in a subspace of k dimensions: direction, line search, BFGS.
 
   B    approximation of the inverse Hessian in the subspace, k x k
-  g_k  projected gradient, k; y its change since the last step that was accepted
-  d_k  direction, -B g_k; s the last accepted step, a multiple of an earlier direction
+  g_k  projected gradient, k
+  d_k  direction, -B g_k
+  s    the last accepted step, a multiple of an earlier direction
+  y    the change of g_k by the step s
 
 BFGS, with T = I - y s' / y's:
 
   B <- T' B T + s s' / y's
 
-The new B maps y to s. So along the last step, B is the exact inverse of the curvature that the two
-gradients show.
+The new B maps y to s, so along s it is the exact inverse of the curvature that y shows.
 
 A worked example with k = 2. In the subspace the loss is f(w) = w_1^2 / 2 + 2 w_2^2, whose Hessian
 is diag(1, 4). At w = (1, 1) the loss is 2.5 and the gradient (1, 4). B is the identity at first, so
@@ -19,8 +20,8 @@ the direction is that of steepest descent:
   >>> w, gradient = jnp.array([1.0, 1.0]), jnp.array([1.0, 4.0])
   >>> direction = -gradient
 
-The line search tries the lengths 1, 0.5 and 0.25, whose losses are 18, 2.1 and 0.28. The linear
-change is -17 times the length, and with sigma = 0.4 the loss must fall by 0.4 times that:
+The line search tries the lengths 1, 0.5 and 0.25, whose losses are 18, 2.1 and 0.28. The slope
+along the direction is -17. With sigma = 0.4 the loss must fall by 0.4 * 17 times the length:
 
   >>> trial = lambda length: (loss(w + length * direction), length * jnp.vdot(gradient, direction))
   >>> search = backtrack(
@@ -29,9 +30,9 @@ change is -17 times the length, and with sigma = 0.4 the loss must fall by 0.4 t
   >>> float(search.accepted), int(search.tried)
   (0.25, 3)
 
-So w is (0.75, 0) and its gradient (0.75, 0). The next step updates B with s = (-0.25, -1) and
-y = (-0.25, -4). The update starts from B = 0.25 I, since 0.25 is the length that the search found
-for steepest descent:
+Now w is (0.75, 0), and the gradient there (0.75, 0). The next step updates B with s = (-0.25, -1)
+and y = (-0.25, -4). The update starts from B = 0.25 I, since 0.25 is the length that the search
+found for steepest descent:
 
   >>> s, y = search.accepted * direction, jnp.array([-0.25, -4.0])
   >>> b, updated = bfgs_update(0.25 * jnp.eye(2), s, y, min_curvature=0.0)
@@ -64,12 +65,12 @@ def bfgs_update(
 ) -> tuple[jax.Array, _types.BoolScalar]:
   """Updates the inverse Hessian B [k, k] by `step` s and `gradient_change` y.
 
-  Returns the new B and True. If ``y's`` is at most `min_curvature` or the new B is not finite,
-  returns the old B and False, so that B stays positive definite.
+  Returns the new B and True. If ``y's`` is at most `min_curvature`, which could make B indefinite,
+  or if the new B is not finite, returns the old B and False.
   """
   curvature = matmul(gradient_change, step)
   enough = curvature > min_curvature
-  # `where` inside of the division avoids a division by zero if there is no update.
+  # `where` in the divisor avoids a division by zero if there is no update.
   p = 1 / jnp.where(enough, curvature, 1)
   t = jnp.eye(step.size, dtype=step.dtype) - p * jnp.outer(gradient_change, step)
   new = matmul(t.T, matmul(inverse_hessian, t)) + p * jnp.outer(step, step)
@@ -78,7 +79,7 @@ def bfgs_update(
 
 
 class Direction(NamedTuple):
-  """The direction of a step in the subspaces of G groups; a line search finds the length."""
+  """The direction of a step in the subspaces of G groups, and what the line search needs."""
 
   gradient: jax.Array  # g_k, [G, k]
   inverse_hessian: jax.Array  # B, updated, [G, k, k]
@@ -94,8 +95,8 @@ def find_direction(
 ) -> Direction:
   """Updates the inverse Hessian B by the last accepted step; returns the direction -B g_k.
 
-  If `adaptive`, steepest descent replaces a direction that does not descend. If `rescales`, B keeps
-  the magnitude of the identity, so the direction is as long as a gradient, as `inner` expects.
+  If `adaptive` and -B g_k does not descend, returns the negative gradient. If `rescales`, B keeps
+  the magnitude of the identity, so that the direction is about as long as the gradient.
   """
   b, s, last_gradient = state.inverse_hessian, state.last_step, state.projected_gradient
   change, scale, length = gradient - last_gradient, state.inner_scale, state.accepted_rho
@@ -107,9 +108,9 @@ def find_direction(
     scale = jnp.where(begins, stiffness, scale)
     s = jnp.where(begins, stiffness * s, s)
   elif adaptive:
-    # If B is still the identity, the last step was one of steepest descent. The first update of B
-    # starts from the identity times that step's length, so that the length 1 also suits directions
-    # for which B has no curvature yet.
+    # If B is still the identity, the last step was one of steepest descent with the length
+    # `length`. The first update of B starts from the identity times `length`, so that the length 1
+    # also suits directions of which B has not seen the curvature yet.
     b = jnp.where(is_fresh & (length > 0), length, 1) * b
   least = 0.0 if adaptive else 1e-20  # as in MindSpore
   updated, _ = jax.vmap(bfgs_update, (0, 0, 0, None))(b, s, change, least)
@@ -144,9 +145,9 @@ class Search(NamedTuple):
   tried: _types.IntScalar  # the number of lengths tried
   notfinite: _types.IntScalar  # the number of trials whose loss was not finite
   step: _types.FloatScalar  # the next length to try
-  hidden: _types.BoolScalar  # whether the last linear change was below the loss's rounding error
-  # Whether a longer step may be better: a parabola through the first and the last loss, with the
-  # known slope, has its minimum at the last length or beyond.
+  hidden: _types.BoolScalar  # whether the loss's rounding error hid the change in the last trial
+  # Whether a longer step may be better: the parabola through the first and the last loss, with the
+  # known slope, has its minimum at the last length divided by rho, or beyond.
   short: _types.BoolScalar
 
   @classmethod
@@ -168,8 +169,9 @@ def backtrack(
 ) -> Search:
   """Tries the lengths first, first rho, first rho^2, ... until the loss falls enough below `value`.
 
-  ``trial(length)`` returns the loss and its linear change. `resolution` is the relative rounding
-  error of a loss; None ignores rounding errors. Returns the last state of the search.
+  ``trial(length)`` returns the loss and the change that the slope predicts. `resolution` is the
+  relative rounding error of a loss; None ignores rounding errors. If `possible` is False, no length
+  is tried. Returns the last state of the search.
   """
 
   def more(search: Search) -> jax.Array:
@@ -179,15 +181,16 @@ def backtrack(
     loss, change = trial(search.step)
     loss, change = loss.astype(value.dtype), change.astype(value.dtype)
     good = jnp.isfinite(loss)
-    # A positive linear change counts as zero.
+    # If the slope predicts a rise, any decrease is enough.
     enough = good & (value + sigma * jnp.minimum(change, 0) > loss)
     hidden = jnp.zeros([], bool)
     if resolution is not None:
-      # If rounding errors hide the change, the search ends. It accepts the length unless the loss
+      # If rounding errors hide the change, the search ends, and accepts the length unless the loss
       # has grown.
       hidden = good & (jnp.abs(change) <= resolution * jnp.abs(value))
       enough |= hidden & (change < 0) & (loss <= value)
-    # From its start to its minimum, a parabola falls by half of the linear change.
+    # Up to the length t, a parabola with its minimum at T falls by 1 - t / (2 T) of the predicted
+    # change. So `near_linear` says that t / T is at most rho.
     near_linear = value - loss >= (1 - 0.5 * rho) * jnp.abs(change)
     return Search(
       accepted=jnp.where(enough, search.step, 0),
@@ -208,18 +211,18 @@ def next_step(
   restart: _types.FloatScalar,
   rho: jax.typing.ArrayLike,
 ) -> _types.FloatScalar:
-  """Returns the first length that the next search tries.
+  """Returns the length that the next search tries first; `search` has tried `first` first.
 
-  This is the accepted length, or the next longer length if `search` accepted its first trial. If
-  `search` accepted no length, it is `restart`, or another length after steepest descent.
+  If `search` has accepted a length, the result is this length, or a longer one if it was `first`.
+  Otherwise the result is `restart` or, if `steepest` descent has failed, computed from `first`.
   """
-  # A length above 1 needs `search.short`.
+  # A length grows above 1 only if `search.short`.
   longer = search.accepted / rho
   longer = jnp.where(search.short, longer, jnp.minimum(longer, 1))
   grows = (search.tried == 1) & (longer > search.accepted)
   accepted = jnp.where(grows, longer, search.accepted)
-  # After steepest descent: the next shorter length, `first` again if no loss was finite, or the
-  # next longer length if rounding errors hid the change.
+  # If steepest descent has failed, the next search goes on with the next shorter length. It begins
+  # with `first` again if no loss was finite, and longer if rounding errors hid the change.
   failed = jnp.where(search.notfinite == search.tried, first, search.step)
   failed = jnp.where(search.hidden, first / rho, failed)
   failed = jnp.where(steepest, failed, restart)

@@ -1,10 +1,10 @@
 """Reads snapshots of the params in blocks.
 
 Snapshots come as an optimizer state, as a stacked tree, as a list of trees, or as an iterable that
-loads them one by one, for example from checkpoints. All four forms are read as *blocks*: a block is
-a stacked tree of some snapshots, with a flag for each row that says whether the row is in use (a
-ring that is not full has unused rows). `_pca` iterates over the blocks several times. So an
-iterable is read several times, and only a few of its blocks are in memory.
+loads them one by one, for example from checkpoints. A *block* is a stacked tree of some snapshots,
+with a flag for each row that says whether the row is in use, since the optimizer state may have
+room for more snapshots than it has taken. `_pca` iterates over the blocks several times, and so
+reads an iterable several times. Only a few blocks of an iterable are in memory.
 
   >>> trees = [{"w": np.array(w)} for w in ([0.0, 0.0], [3.0, 4.0], [6.0, 8.0])]
   >>> [((rows, used),), first] = read(trees, size=2)
@@ -37,9 +37,9 @@ Block: TypeAlias = tuple[optax.Params, np.ndarray | jax.Array]
 
 
 def read(snapshots: Any, size: int) -> tuple[Iterable[Block], optax.Params]:
-  """Returns blocks of snapshots, and one snapshot with the shapes and dtypes of all.
+  """Returns blocks of snapshots, and one snapshot for its shapes and dtypes.
 
-  An iterable that can be iterated over again is read in blocks of `size` snapshots.
+  `size` is the number of snapshots in a block of an iterable. Other snapshots are a single block.
   """
   if isinstance(snapshots, Iterator):
     snapshots = list(snapshots)
@@ -74,7 +74,7 @@ def read(snapshots: Any, size: int) -> tuple[Iterable[Block], optax.Params]:
 
 
 def _is_state(node: _types.Tree) -> bool:
-  """Returns whether a node is a state of optax or of this package; ``MaskedNode`` is none."""
+  """Returns whether a node is a state of optax or of this package; ``MaskedNode`` doesn't count."""
   package = type(node).__module__.partition(".")[0]
   state = isinstance(node, tuple) and package in ("optax", "optax_boost")
   return state and not _masks.is_masked(node)
@@ -95,7 +95,7 @@ def _first(rows: optax.Params) -> optax.Params:
 
 @dataclasses.dataclass(frozen=True)
 class StreamedBlocks:
-  """Reads blocks of snapshots again each time that it is iterated over."""
+  """An iterable of blocks of `size` snapshots; each iteration reads the snapshots again."""
 
   snapshots: Iterable[optax.Params]
   first: optax.Params
@@ -109,9 +109,9 @@ class StreamedBlocks:
 
 
 def _stack(trees: Sequence[optax.Params], first: optax.Params, start: int = 0) -> Block:
-  """Stacks snapshots to a block; raises ValueError if one differs from `first` in its shapes.
+  """Returns the block of the snapshots `trees`, which begin at the index `start` of the iterable.
 
-  `start` is the index of the first snapshot in `trees`, for the error.
+  Raises ValueError if a snapshot differs from `first` in its structure or shapes.
   """
   for index, tree in enumerate(trees, start):
     if not _tree_checks.same_shapes(_checked(tree), first):

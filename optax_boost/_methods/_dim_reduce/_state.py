@@ -29,7 +29,7 @@ class DimReduceState(NamedTuple):
   """State of :func:`dim_reduce`, for k components and G groups (1 without `groups`).
 
   Attributes:
-    basis: a copy of the components: a tree like the params with leaves ``[k, *leaf.shape]``,
+    basis: a copy of the subspace's basis, a tree like the params with leaves ``[k, *leaf.shape]``,
       sharded as the params are.
     momentum: ``M``, the momentum of the whole gradient, like the params, in at least float32.
     projected_momentum: ``q``, ``[G, k]``; the residual momentum is ``M - P' q``.
@@ -39,16 +39,17 @@ class DimReduceState(NamedTuple):
     inner_state: the state of `inner`; None without it.
     count: scalar int32, the number of steps made.
     line_search_steps: scalar int32, the number of trials in the last step.
-    accepted_rho: scalar float, the step length that the last step accepted, or 0.
+    accepted_rho: scalar float, the step length that the last step's search accepted, or 0.
     next_rho: scalar float, the first length that the next search tries, if `max_search` is "auto".
-    inner_scale: scalar float. With `inner` and `max_search="auto"`: the mean curvature of the loss
-      along the first step that ``B`` learned from; ``s`` is this curvature times the distance that
-      the params moved. Otherwise 1.
-    curvature: scalar float, ``y's / s's`` of the last step: the mean curvature of the loss along
-      the previous accepted step. If it is not positive, ``B`` was not updated.
+    inner_scale: scalar float. With `inner` and `max_search="auto"`, the mean curvature of the loss
+      along the first step that ``B`` learned from. Then ``s`` is this curvature times the distance
+      that the params moved. Otherwise `inner_scale` is 1.
+    curvature: scalar float, ``y's / s's`` of the last step, where ``y`` is the change of the
+      projected gradient: the mean curvature of the loss along the previous accepted step. If it is
+      not positive, ``B`` was not updated.
     explained_gradient: scalar float, ``|P g|^2 / |g|^2`` of the last step: the share of the
       gradient that lies in the subspace, if the rows of the basis are orthonormal.
-    rejected_count: scalar int32, the number of steps whose search found no step length.
+    rejected_count: scalar int32, the number of steps whose search accepted no step length.
     refresh_count: scalar int32, the number of times that the subspace was replaced.
     notfinite_count: scalar int32, the number of gradients, losses and new subspaces that were not
       finite.
@@ -76,11 +77,11 @@ class DimReduceState(NamedTuple):
 def basis_like(subspace: _subspace.Subspace, params: optax.Params) -> optax.Params:
   """Returns a copy of the basis for the leaves of `params`, sharded as these leaves are.
 
-  The copy has the basis's dtype if it is bfloat16, otherwise at least float32. Raises ValueError if
-  the basis does not fit the params.
+  A basis in bfloat16 stays so; otherwise the copy has at least float32. Raises ValueError if the
+  basis does not fit the params.
   """
   targets = jax.tree.leaves(params, is_leaf=_masks.is_masked)
-  # If the trees don't match, each leaf counts as one without rows, which raises the error below.
+  # If the trees don't match, all rows count as masked, which raises the error below.
   rows = _masks.leaves_like(subspace.basis, params) or [optax.MaskedNode()] * len(targets)
   pairs = [(r, p) for r, p in zip(rows, targets, strict=True) if not _masks.is_masked(p)]
   if any(_masks.is_masked(r) for r, _ in pairs):
@@ -103,10 +104,7 @@ def basis_like(subspace: _subspace.Subspace, params: optax.Params) -> optax.Para
 
 
 def warn_of_long_rows(basis: optax.Params, groups: _groups.SubspaceGroups) -> None:
-  """Warns if rows of the basis are longer than 1 within a group.
-
-  They are if the subspace was fitted with other `groups`.
-  """
+  """Warns if rows of the basis are longer than 1 within a group."""
   leaves = jax.tree.leaves(basis)
   if any(isinstance(x, jax.core.Tracer) for x in leaves) or not any(x.size for x in leaves):
     return
@@ -128,11 +126,11 @@ def refresh_subspace(
 ) -> optax.OptState:
   """Replaces the subspace in an optimizer state, on the host or under jit.
 
-  The residual momentum does not change; the quasi-Newton matrix starts from the identity.
+  The residual momentum does not change; the quasi-Newton matrix starts again from the identity.
 
   Args:
-    opt_state: the state of any chain with :func:`dim_reduce`. If the chain has several, all of
-      their subspaces are replaced.
+    opt_state: the state of any chain with :func:`dim_reduce`. If the chain has several
+      `dim_reduce`, the subspace of each of them is replaced.
     subspace: the new subspace, with the same number of components as the old one. If the new
       subspace is not finite, the old one stays, and `notfinite_count` grows.
     groups: the argument `groups` of :func:`dim_reduce`.
@@ -172,8 +170,8 @@ def refresh_subspace(
       )
     basis = basis_like(subspace, node.momentum)
     warn_of_long_rows(basis, new_groups)
-    # An NNX optimizer wraps each array of its state in a variable. Unflattening the leaves puts the
-    # new arrays into such variables.
+    # An NNX optimizer wraps each array of its state in a variable. Unflattening with the structure
+    # of `node` puts the new arrays into variables again.
     leaves = jax.tree.leaves(_renew(node, basis, new_groups))
     return jax.tree.unflatten(jax.tree.structure(node), leaves)
 
@@ -191,7 +189,7 @@ def _renew(
 ) -> DimReduceState:
   """Returns the state with the new basis, or with the old one if `basis` is not finite.
 
-  To keep the residual momentum M - P' q, sets M <- M - P' q for the old basis P, and q <- 0.
+  Sets M <- M - P' q for the old basis P, and q <- 0, which keeps the residual momentum M - P' q.
   """
   good = _finiteness.all_finite(basis)
   removed = jnp.where(good, state.projected_momentum, 0)

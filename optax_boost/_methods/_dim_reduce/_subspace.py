@@ -1,4 +1,4 @@
-"""The type `Subspace`: saving it to a file, loading, checking and sharding it."""
+"""The type `Subspace`, and functions that save, load, check and shard a subspace."""
 
 import os
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ class Subspace(NamedTuple):
       variance first. The rows are orthonormal over the whole tree, or within each group if the
       subspace was fitted with `groups`.
     explained_variance: [k], the variances of the m snapshots along the rows, with m - 1 as divisor,
-      summed over groups. NaN if they are not known, as after loading MindSpore's file.
+      summed over groups. NaN in a subspace from MindSpore's file, which has no variances.
     explained_variance_ratio: [k], the variances divided by the whole variance of the snapshots.
 
   Examples:
@@ -51,11 +51,7 @@ class Subspace(NamedTuple):
   def save(self, path: str | os.PathLike[str]) -> None:
     """Writes the subspace to one npz file; replaces an existing file as a whole.
 
-    bfloat16 is widened to float32. An array that is sharded over several machines must be gathered
-    first.
-
-    Args:
-      path: the file.
+    bfloat16 is widened to float32. Gather arrays that are sharded over several machines first.
 
     Raises:
       ValueError: the arrays' shapes don't match, or this process holds only a part of an array.
@@ -83,9 +79,6 @@ class Subspace(NamedTuple):
         entries of the leaves of `like`, in order. Such a file has no mean and no variances.
       like: the params of the subspace, or their abstract values. The subspace gets their tree
         structure and, if they have a ``NamedSharding``, their sharding.
-
-    Returns:
-      The subspace.
 
     Raises:
       FileNotFoundError: there is no such file.
@@ -116,7 +109,7 @@ class Subspace(NamedTuple):
 
 
 def _subspace_from_arrays(arrays: dict[str, np.ndarray], like: optax.Params) -> Subspace:
-  """Returns the subspace from the arrays, by path, of a file of :meth:`Subspace.save`."""
+  """Returns the subspace from the arrays in a file of :meth:`Subspace.save`, keyed by path."""
   variances: Any = arrays.get("explained_variance", np.zeros(0))
   basis = jax.tree.map(lambda x: jax.ShapeDtypeStruct((*variances.shape, *x.shape), x.dtype), like)
   expected = Subspace(like, basis, variances, variances)
@@ -133,7 +126,7 @@ def _subspace_from_arrays(arrays: dict[str, np.ndarray], like: optax.Params) -> 
 
 
 def _subspace_from_matrix(matrix: np.ndarray, like: optax.Params) -> Subspace:
-  """Returns a subspace with the rows of MindSpore's matrix [k, n], mean 0 and variances NaN."""
+  """Returns a subspace whose basis is MindSpore's matrix [k, n], with mean 0 and variances NaN."""
   leaves, structure = jax.tree.flatten(like)
   ends = np.cumsum([leaf.size for leaf in leaves])
   if matrix.ndim != 2 or matrix.shape[1] != ends[-1]:
@@ -149,7 +142,7 @@ def _subspace_from_matrix(matrix: np.ndarray, like: optax.Params) -> Subspace:
 
 
 def check_subspace(value: Subspace) -> None:
-  """Raises an error unless the argument `subspace` is a Subspace of fitting dtypes and shapes."""
+  """Raises an error unless `value` is a Subspace of floats whose shapes fit each other."""
   _checks.check_type("subspace", value, Subspace, "a Subspace, as `fit_subspace` returns it")
   shape = np.shape(value.explained_variance)
   for path, leaf in zip(_paths.leaf_paths(value), jax.tree.leaves(value), strict=True):
@@ -168,7 +161,7 @@ def check_subspace(value: Subspace) -> None:
 def placed(array: jax.typing.ArrayLike, like: jax.Array, stacked: bool = True) -> jax.Array:
   """Returns the array, sharded as `like` if the sharding of `like` is known.
 
-  A stacked array has one axis more than `like`, its first axis, which is not sharded.
+  If `stacked`, the array has one axis more, its first axis, which is not sharded.
   """
   traced = isinstance(like, jax.core.Tracer)
   sharding = jax.typeof(like).sharding if traced else getattr(like, "sharding", None)

@@ -1,15 +1,12 @@
 """Records snapshots of the params in the optimizer state while training.
 
 Each leaf of the params has a *ring*: an array with room for `capacity` snapshots along its first
-axis. Snapshot number i, counted from 0, is written to row i % capacity. Once the ring is full, this
-overwrites the oldest snapshot. So a step writes one row and moves no other row; :func:`snapshots`
-returns the rows in the order of time.
+axis. Snapshot number i, counted from 0, is written to row i % capacity, which overwrites the oldest
+snapshot once the ring is full. So a step moves no other row. :func:`snapshots` returns the rows in
+the order of time.
 
-An example with every=2 and capacity=3, in which the params before step t are the number t:
-
-  step           0   1   2   3   4   5   6   7
-  snapshot       0       1       2       3
-  row            0       1       2       0       After step 7 the ring holds 6, 2, 4.
+An example with every=2 and capacity=3, in which the params before step t are the number t. The
+snapshots before the steps 0, 2, 4 and 6 are written to the rows 0, 1, 2 and 0:
 
   >>> tx = record_trajectory(every=2, capacity=3)
   >>> state = tx.init(jnp.zeros([]))
@@ -51,7 +48,7 @@ class TrajectoryState(NamedTuple):
     snapshots: a tree like the params with leaves ``[capacity, *leaf.shape]``, in which snapshot
       number i is row ``i % capacity``. :func:`snapshots` returns the rows in the order of time.
     count: scalar int32, the number of steps made.
-    snapshot_count: scalar int32, the number of snapshots taken, also those overwritten since.
+    snapshot_count: scalar int32, the number of snapshots taken, including overwritten ones.
     notfinite_count: scalar int32, the number of snapshots that were not taken because the params
       were not finite.
   """
@@ -71,27 +68,27 @@ def record_trajectory(
 ) -> optax.GradientTransformationExtraArgs:
   """Records snapshots of the params in its state and returns the updates unchanged.
 
-  Before the steps 0, `every`, 2 `every`, ... it takes a snapshot of the params; it keeps the last
-  `capacity` snapshots. Its place in a chain does not matter. If params are not finite, it takes no
-  snapshot and `notfinite_count` grows. Donate the state, as ``make_train_step`` does; otherwise
-  every step copies all snapshots.
+  A snapshot of the params is taken before the steps 0, `every`, 2 `every`, ..., and the last
+  `capacity` snapshots are kept. The place of `record_trajectory` in a chain does not matter. If
+  params are not finite, no snapshot is taken and `notfinite_count` grows. Donate the state, as
+  ``make_train_step`` does; otherwise every step copies all snapshots.
 
   Args:
-    every: steps from one snapshot to the next. Raising it covers more of the training. DLDR takes
-      one or two snapshots per epoch.
+    every: steps from one snapshot to the next. Raising it covers more of the training. The paper
+      (see :func:`dim_reduce`) takes one or two snapshots per epoch.
     capacity: the number of snapshots kept, each as large as the params. A subspace of k dimensions
       needs 2 k or more. Static.
     dtype: a floating dtype in which snapshots are stored. bfloat16 halves the memory, and loses
       changes of a weight beyond its first 3 digits. None: the dtype of the params.
-    axis_name: inside ``shard_map``, the mesh axes over which the params are sharded: either all of
-      their devices take a snapshot or none does. Not needed under ``jit``.
+    axis_name: inside ``shard_map``, the mesh axes over which the params are sharded, so that either
+      all devices along these axes take a snapshot or none does. Not needed under ``jit``.
 
   Returns:
-    An :class:`optax.GradientTransformationExtraArgs` that needs `params`.
-    Snapshots in its state are sharded as the params are.
+    An :class:`optax.GradientTransformationExtraArgs` that needs `params`. Snapshots in its state
+    are sharded as the params are.
 
   Raises:
-    ValueError: in ``update``: the state is of another `capacity`, or an axis is not bound.
+    ValueError: in ``update``: the state was made with another `capacity`, or an axis is not bound.
 
   Examples:
     >>> import jax, jax.numpy as jnp, optax, optax_boost
@@ -158,10 +155,9 @@ def record_trajectory(
 
 
 def _place_ring(ring: jax.Array, snapshot: jax.Array) -> jax.Array:
-  """Returns the ring, sharded as the next snapshot on a mesh with Explicit axes.
+  """Returns the ring, sharded as `snapshot` if only the latter has a sharding, on Explicit axes.
 
-  A ring that already has a sharding is returned unchanged. A ring that was restored from a file
-  without its sharding must be sharded before a sharded snapshot can be written to it.
+  A ring without a sharding comes from a restored state. No sharded snapshot can be written to it.
   """
   sharding = jax.typeof(snapshot).sharding
   if any(jax.typeof(ring).sharding.spec) or not any(sharding.spec):
@@ -178,11 +174,11 @@ def snapshots(opt_state: optax.OptState) -> optax.Params:
   """Returns the snapshots in an optimizer state, the oldest first.
 
   Args:
-    opt_state: the state of any chain with one :func:`record_trajectory`; it can't be traced. Under
-      ``jit``, pass the state itself to :func:`fit_subspace`.
+    opt_state: the state of any chain with one :func:`record_trajectory`; not traced. Under ``jit``,
+      pass the state itself to :func:`fit_subspace`.
 
   Returns:
-    A tree like the params with leaves ``[m, *leaf.shape]``, in the dtype in which they are stored.
+    A tree like the params with leaves ``[m, *leaf.shape]``, in the dtype of the stored snapshots.
 
   Raises:
     ValueError: no snapshot was taken yet, or ``init`` was called under ``vmap``, so that the state
@@ -219,10 +215,7 @@ def snapshots(opt_state: optax.OptState) -> optax.Params:
 
 
 def one_trajectory(opt_state: optax.OptState, function: str) -> TrajectoryState:
-  """Returns the TrajectoryState of an optimizer state.
-
-  Raises ValueError unless the optimizer state has one TrajectoryState, which belongs to one run.
-  """
+  """Returns the TrajectoryState; raises ValueError unless there is exactly one, of one run."""
   states = _trees.find_states(opt_state, TrajectoryState)
   if len(states) != 1:
     structure = str(jax.tree.structure(opt_state))

@@ -1,13 +1,12 @@
-"""A graph of the operations on the data in a traced model; params are not in the graph.
+"""A graph of the operations on the data in a traced model.
 
 Nodes are numbered in the order of the program, so every node's inputs have smaller numbers:
 
-  node 0       the data: one input of the model; constants and the model's state are not data, as in
-               ``_trace._leaf_uses``
-  inputs(n)    the nodes from which n is computed; params and constants are not nodes
+  node 0       the data: one input of the model
+  inputs(n)    the nodes from which n is computed; params, constants and state are not nodes
   ancestors(n) all nodes from which a path leads to n, as the bits of an integer
   gate(n)      the last node that all paths from the data to n pass: n's immediate dominator. If a
-               residual block ends in n = a + b, its two paths part at gate(n).
+               residual block ends in n = a + b, the paths to a and to b part at gate(n).
 """
 
 from collections.abc import Callable, Sequence
@@ -25,10 +24,7 @@ _WINDOWS = ("cumsum", "cummax", "cumprod", "sort", "rev", "reduce_window")
 
 
 def mark_norm(x: jax.Array, path: str) -> jax.Array:
-  """Returns `x`, the result of a normalization, marked for the trace.
-
-  Its node in the graph has the kind "norm" and the path `path`.
-  """
+  """Returns `x`, a normalization's result, whose node in the graph will be a "norm" at `path`."""
   return checkpoint_name(x, _MARK + path)
 
 
@@ -54,8 +50,8 @@ class DataGraph:
       gate = node.inputs[0]
       for operand in node.inputs:
         self.ancestors[n] |= self.ancestors[operand] | 1 << operand
-        # Follows gates back to the last common node of both paths. A gate has a smaller number than
-        # its node, so the path at the node with the larger number goes back.
+        # Goes from `gate` and from `operand` back, gate by gate, until both are the same node. A
+        # gate has a smaller number than its node, so the larger of the two goes back first.
         while gate != operand:
           gate, operand = self.gate[max(gate, operand)], min(gate, operand)
       self.gate[n] = gate
@@ -74,7 +70,7 @@ class DataGraph:
     return bool(self.ancestors[end] >> start & 1)
 
   def source(self, n: int) -> int:
-    """Returns the node before `n`, skipping elementwise operations: biases, activations, casts."""
+    """Returns the node that `n` reads, skipping elementwise operations (biases, activations)."""
     current = self.nodes[n].inputs[0]
     while current:
       gate = self.gate[current]
@@ -97,10 +93,9 @@ def trace_data_graphs(
   args: tuple[Any, ...],
   kwargs: dict[str, Any],
 ) -> list[DataGraph]:
-  """Traces ``apply(params, state, *args, **kwargs)``; returns a graph for each array in the inputs.
+  """Traces ``apply(params, state, *args, **kwargs)``; returns a graph per array in the inputs.
 
-  The inputs are `args` and `kwargs`. Arrays may be abstract; inputs that are not arrays (flags,
-  strings) are passed unchanged.
+  Arrays may be abstract. Inputs that are not arrays (flags, strings) are passed unchanged.
   """
   call, arrays = on_arrays(apply, args, kwargs)
   closed = jax.make_jaxpr(call)((params, state), *arrays)
@@ -117,9 +112,9 @@ def is_abstract(leaf: _types.Unchecked) -> bool:
 def on_arrays(
   function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Callable[..., Any], list[Any]]:
-  """Returns a function ``call``, and the arrays in `args` and `kwargs`.
+  """Returns a function ``call`` of arrays, and the arrays that `args` and `kwargs` hold.
 
-  ``call(first, *arrays)`` returns ``function(*first, *args, **kwargs)`` with these arrays.
+  ``call(first, *arrays)`` returns ``function(*first, *args, **kwargs)`` with `arrays` filled in.
   """
   leaves, structure = jax.tree.flatten((args, kwargs))
   arrays = {i: leaf for i, leaf in enumerate(leaves) if is_abstract(leaf)}
@@ -133,18 +128,14 @@ def on_arrays(
 
 
 class _Value(NamedTuple):
-  """What the graph knows of a variable in the traced program.
+  """A variable in the traced program."""
 
-  `node` is the number of the node that computes the variable, or None if the variable does not
-  depend on the data. In that case the variable is computed from `params`, paths of leaves.
-  """
-
-  node: int | None = None
-  params: tuple[str, ...] = ()
+  node: int | None = None  # the node that computes the variable; None if no data is used
+  params: tuple[str, ...] = ()  # without a node, the paths of the params that are used
 
 
 class _Follower(_jaxpr.Interpreter[_Value]):
-  """Appends a node to `nodes` for each operation on the data. A loop counts as one turn."""
+  """Appends a node to `nodes` for each operation on the data; follows one iteration of a loop."""
 
   def __init__(self, nodes: list[Node]):
     self._nodes = nodes
@@ -176,10 +167,7 @@ class _Follower(_jaxpr.Interpreter[_Value]):
 
 
 def _follow(closed: _types.Jaxpr, paths: Sequence[str], data: int) -> DataGraph:
-  """Returns the graph of input number `data` of a program; its first inputs are the params.
-
-  `paths` are the paths of the params.
-  """
+  """Returns the graph of input number `data`; the first inputs are the params at `paths`."""
   values = [_Value(params=(path,)) for path in paths]
   values += [_Value()] * (len(closed.jaxpr.invars) - len(paths))
   values[data] = _Value(0)

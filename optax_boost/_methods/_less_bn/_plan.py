@@ -1,9 +1,9 @@
 """Decides which BatchNorms are removed.
 
-A residual block ends in an addition ``a + b`` whose two operands are computed from one earlier
-value. The operations that compute `a` are one side of the block, those that compute `b` the other
-side. The side with more layers is the branch; the other side is the shortcut if it has at most one
-layer.
+A residual block ends in an addition ``a + b`` whose operands are computed from one earlier value.
+The operations that compute `a` are one side of the block, the operations that compute `b` the other
+side. A side with at most one layer, and fewer than the opposite side, is the block's shortcut. Any
+other side is a branch.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -28,9 +28,9 @@ class NormPlace(NamedTuple):
     role: ``"inner"``: in the branch of a residual block, with another BatchNorm after it in the
       branch; ``"last"``: the last BatchNorm of a branch; ``"shortcut"``: in the shortcut of a
       residual block; ``"outside"``: in no residual block (the stem).
-    layers: the number of layers with weights in the branch that have a BatchNorm directly before or
-      after them: 2 in a basic block, 3 in a bottleneck block. Layers of squeeze and excitation
-      don't count.
+    layers: the number of layers with weights in the branch or shortcut that have a BatchNorm
+      directly before or after them: 2 in a basic block, 3 in a bottleneck block. Layers of squeeze
+      and excitation don't count.
   """
 
   path: str
@@ -42,7 +42,7 @@ Predicate: TypeAlias = Callable[[NormPlace], bool]
 
 
 class Trace(NamedTuple):
-  """A traced model: the graph of each input, and the paths of its BatchNorms and dense layers."""
+  """A traced model: a graph for each input, and the paths of all BatchNorms and dense layers."""
 
   graphs: list[_data_graph.DataGraph]
   norms: list[str]
@@ -74,10 +74,7 @@ def make_plan(
   predicate: Predicate | None,
   on_plan: PlanCallback | None,
 ) -> Plan:
-  """Checks the arguments of ``less_bn``, and returns the plan for the model.
-
-  ``trace(args, kwargs)`` returns the traced model.
-  """
+  """Checks the arguments of ``less_bn``, traces the model with `trace`, and returns the plan."""
   _checks.check_bool("fn_flag", fn_flag)
   _checks.check_callable(
     "predicate", predicate, "predicate(place: NormPlace) -> bool", optional=True
@@ -122,7 +119,8 @@ def _is_removed_by_default(place: NormPlace) -> bool:
 def _find_places(graphs: Sequence[_data_graph.DataGraph]) -> dict[str, NormPlace]:
   """Returns the place of each BatchNorm, by path.
 
-  A BatchNorm that is used several times has the role "inner" only if each of its uses has.
+  If an input passes a BatchNorm several times, the role is "inner" only if it is so each time. Of
+  several inputs, the first counts for which the BatchNorm is not "outside".
   """
   places: dict[str, NormPlace] = {}
   for graph in graphs:
@@ -139,7 +137,7 @@ def _find_places(graphs: Sequence[_data_graph.DataGraph]) -> dict[str, NormPlace
 
 
 def _places_in_blocks(graph: _data_graph.DataGraph) -> dict[int, NormPlace]:
-  """Returns, by node, the place of each BatchNorm in the innermost residual block around it."""
+  """Returns the place of each BatchNorm's node in the innermost residual block around the node."""
   outside = {n: NormPlace(graph.nodes[n].path, "outside") for n in graph.norms}
   places = {n: (math.inf, place) for n, place in outside.items()}
   for end, node in enumerate(graph.nodes):

@@ -6,11 +6,10 @@ Modules:
   _laperm           LaPerm: free steps of an inner optimizer, and every few steps a permutation
   _weight_vectors   which axes of a leaf make up a weight vector; which leaves are permuted
   _schedules        alpha, lamda and the size of a subset in each step
-  _device_search    the exact step on the device
-  _host_search      the exact step on the host, in NumPy or numba
+  _device_search    the method "exact" on the device
+  _host_search      the method "exact" on the host, in NumPy or numba
   _pairs_and_ranks  the methods "pairs" and "rank"
-  _execution        runs a method on all leaves: leaves with equal vectors together, in blocks of
-                    vectors, across devices
+  _execution        runs a method on all leaves, in blocks of weight vectors and across devices
   _sorting          stable sorts that are fast on CPUs
   _permuted_params  the trained model: exact params, the permutation, and its file
 """

@@ -1,25 +1,27 @@
-r"""The exact step of SGPerm on the device: a search in sets of bits.
+r"""The exact step of SGPerm on the device: a search for cycles of weights in sets of bits.
 
-All subsets of all vectors are searched together. A *lane* is one subset of one vector, sorted by
-rising weight; an entry's number in its lane is its rank there. In turn t each lane tries its source
-number t, so a step takes as many turns as the largest subset has entries.
+The algorithm is in the docstring of `_sgperm`. All subsets of all weight vectors are searched
+together. A *lane* is one subset of one vector, sorted by rising weight. A *source* is the entry
+from which a cycle starts. The entries of a lane are sources in turn, by falling recommendation: in
+turn t each lane tries source number t. So a step takes as many turns as the largest lane has
+entries with a recommendation.
 
   n, m     entries of a vector, vectors
   P        most lanes of a vector
   W        words of 32 bits that hold a set of entries of a lane: entry 32 w + b is bit b of word w
-  base     (P, 1), the row in which a lane starts; its other entries are in the rows after it
+  base     (P, 1), the row of a lane's first entry; the other entries are in the rows after it
 
-An entry is *live* until it was moved or its turn passed. These change from turn to turn:
+An entry is *live* until it has moved or has been a source. Each turn updates these arrays:
 
-- Two sets of bits in each lane hold the live entries that want to increase, `up`, and to decrease,
-  `down`. The nearest live entry above i is the lowest bit that is left when all bits up to i are
-  cleared: a few instructions for 32 entries, with no loop.
-- A doubly linked list, `above` and `below`, joins the live entries of each vector. Entries that
-  leave it keep their links. So the links of the entries of a cycle point along it.
-- `donor` holds the entry whose weight an entry receives, if that is not the entry in its link.
+- `up` and `down` are sets of bits in each lane: the live entries that want to increase, and those
+  that want to decrease. The nearest live entry above i is the lowest bit that is left when all bits
+  up to i are cleared. This takes a few instructions for 32 entries, and no loop.
+- `above` and `below` are a doubly linked list of the live entries of each vector. Entries that
+  leave the list keep their links, so the links of a cycle's entries point along the cycle.
+- `donor` is the entry whose weight an entry receives, if the entry's link names another one.
 
-A worked example, a single lane with epsilon 2.5; a negative recommendation m wants its weight to
-increase:
+A worked example, a single lane with epsilon 2.5. A negative recommendation m means that the weight
+wants to increase:
 
   entry     0     1     2     3     4     5
   weight    1     2     3     4     5     6        up    001011   (entry 0 is the last bit)
@@ -27,14 +29,15 @@ increase:
 
 Sources are tried by falling |m|, of equal ones the last first: 4, 3, 0, 2, 5, 1.
 
-  turn 0   Source 4 wants to decrease. The nearest live entry of `up` below it is 3, at a distance
-           of 1: the two change places. Both leave, and the links join 2 and 5.
+  turn 0   Source 4 wants to decrease. The nearest live entry of `up` below 4 is 3, at a distance of
+           1, so 3 and 4 exchange their weights. Both leave the list, which links 2 and 5.
   turn 1   Source 3 is no longer live.
-  turn 2   Source 0 wants to increase. The nearest live entry of `down` above it is 2, at a distance
-           of 2; entry 1, live and between them, joins. In the cycle 0, 1, 2 an entry receives the
-           weight of the next, as `above` says, and 2 receives that of 0, as `donor` says.
+  turn 2   Source 0 wants to increase. The nearest live entry of `down` above 0 is 2, at a distance
+           of 2. Entry 1 is live and between them, so it joins. In the cycle 0, 1, 2 an entry
+           receives the weight of the next, as `above` says; 2 receives the weight of 0, as `donor`
+           says.
   turn 3   Source 2 is no longer live.
-  turn 4   Source 5 finds no live entry of `up` below it: it leaves, and keeps its weight.
+  turn 4   Source 5 finds no live entry of `up` below it. It leaves the list and keeps its weight.
 
 This is the closed form of the search, which holds if the weights between the ends are distinct.
 
@@ -48,15 +51,15 @@ This is the closed form of the search, which holds if the weights between the en
   [1, 2, 0, 4, 3, 5]
 
 With equal weights the path may turn back, since an entry that wants to decrease cannot receive an
-equal weight. For lanes with such a path the published depth-first search runs, in a loop within the
-turn: see :class:`_Walk`. Here source 2 cannot step to entry 1; from entry 0 the search goes to
-entry 1 first, is stuck there, returns, and closes the cycle of 2 and 0:
+equal weight. For lanes with such a path, a loop within the turn runs the published depth-first
+search (:class:`_Walk`). Here source 2 cannot step to entry 1, so it steps to entry 0. From there
+the search goes to entry 1, is stuck, returns to entry 0, and closes the cycle of 2 and 0:
 
   >>> received([1, 2, 2], [-1, 1, 2])
   [2, 1, 0]
 
-Shapes depend on the smallest and the largest size that a subset has in any step, not on its size
-in this step, so nothing is compiled again while lamda grows.
+Shapes depend on the smallest and the largest size of subsets in all steps, not on the size in this
+step, so nothing is compiled again while lamda grows.
 """
 
 import functools
@@ -70,8 +73,8 @@ import jax.numpy as jnp
 from optax_boost._foundation import _arrays, _types
 from optax_boost._methods._sgperm import _host_search, _sorting
 
-# One search serves all sizes of subsets if all lanes of a vector have at most `_FEW_WORDS` words.
-# Otherwise up to `_BANDS` searches share the sizes.
+# One compiled search serves all sizes of subsets if all lanes of a vector have at most `_FEW_WORDS`
+# words. Otherwise the sizes are divided into up to `_BANDS` bands, with a search for each.
 _FEW_WORDS, _BANDS = 64, 4
 
 
@@ -79,10 +82,10 @@ _FEW_WORDS, _BANDS = 64, 4
 def permute(work: _host_search.Work, *, sizes: tuple[int, int], remainder: bool) -> jax.Array:
   """Makes one exact step; returns for each position the position whose weight it receives, (n, m).
 
-  `sizes` are the least and the largest size that a subset has in any step. `remainder` says whether
+  `sizes` are the smallest and the largest size of subsets in all steps. `remainder` says whether
   the last subset of a vector, which may be smaller, takes part.
   """
-  # Sets (W, P, m) are combined with flags (P, m), even if the user forbids rank promotion.
+  # Sets (W, P, m) meet flags (P, m), which needs rank promotion; users may have forbidden it.
   with jax.numpy_rank_promotion("allow"):
     return _permute(work, sizes, remainder)
 
@@ -95,7 +98,7 @@ def _permute(work: _host_search.Work, sizes: tuple[int, int], remainder: bool) -
   recommended = _sorting.gather(work.momentum, position)
   subset = jnp.arange(n, dtype=jnp.int32) // size
   subsets = -(-n // size)
-  # NaN counts as idle.
+  # Entries without a recommendation are idle; NaN counts as no recommendation.
   idle = jnp.logical_not(jnp.abs(recommended) > 0)
   if not remainder:
     idle |= ((subsets > 1) & (subset == subsets - 1))[:, None]
@@ -110,7 +113,7 @@ def _permute(work: _host_search.Work, sizes: tuple[int, int], remainder: bool) -
 
   edges = _edges(n, *sizes)
   bands = [functools.partial(search, *band) for band in itertools.pairwise(edges)]
-  # With a dtype, since a list without entries would be of floats.
+  # The dtype is given, since an empty list would become an array of floats.
   band = jnp.searchsorted(jnp.array(edges[1:-1], size.dtype), size)
   received = jax.lax.switch(band, bands)
   source = _sorting.gather(position, received)
@@ -118,7 +121,7 @@ def _permute(work: _host_search.Work, sizes: tuple[int, int], remainder: bool) -
 
 
 def _edges(n: int, least: int, most: int) -> list[int]:
-  """Returns the edges of bands of sizes of subsets; each band has a search with its own shapes.
+  """Returns the edges of bands of subset sizes; each band has a search with its own shapes.
 
   Small subsets need many lanes, large subsets many words. One search with many lanes and many words
   would take several times as long.
@@ -129,10 +132,7 @@ def _edges(n: int, least: int, most: int) -> list[int]:
 
 
 def _by_subset_and_weight(weights: jax.Array, order: jax.Array, size: jax.Array) -> jax.Array:
-  """Returns the positions of each vector sorted by subset, then by rising weight.
-
-  Equal weights keep their order in the shuffle, `order`.
-  """
+  """Returns the positions of each vector sorted by subset, rising weight, and place in `order`."""
   whole = size == len(weights)
   if order.ndim == 1:
     label = jnp.where(whole, 0, _sorting.inverse(order) // size)
@@ -152,13 +152,13 @@ def _ranges(weights: jax.Array) -> jax.Array:
 
 
 def _rounded(x: jax.Array, dtype: _types.Dtype) -> jax.Array:
-  """Returns `x` rounded to a dtype. XLA may leave out a cast to the dtype and back (XLA 18)."""
+  """Returns `x` rounded to a dtype; XLA may leave out a cast to the dtype and back (XLA 18)."""
   info: Any = jnp.finfo(dtype)
   return jax.lax.reduce_precision(x, int(info.nexp), int(info.nmant))
 
 
 def _by_falling_size(sizes: jax.Array, subset: jax.Array, lanes: int) -> jax.Array:
-  """Returns each subset's entries by falling size; of equal sizes the last entry comes first."""
+  """Returns each subset's entries by falling `sizes`; of equal sizes the last entry comes first."""
   high = jnp.broadcast_to(jnp.flip(subset, 0)[:, None], sizes.shape).astype(jnp.uint32)
   index = _sorting.argsort(jnp.flip(-sizes, 0), high, (lanes - 1).bit_length())
   return sizes.shape[0] - 1 - index
@@ -170,25 +170,23 @@ def _gather(x: jax.Array, index: jax.Array) -> jax.Array:
 
 
 def _less(x: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
-  """Returns whether x < a + b, as computed in float64.
-
-  If x equals the rounded sum, the sum's rounding error decides. Knuth's two-sum gives it exactly.
-  """
+  """Returns whether x < a + b, as computed in float64."""
   total = a + b
   if total.dtype == jnp.float64:
     return x < total
+  # If x equals the rounded sum, the sum's rounding error decides (by Knuth's two-sum).
   rounded_b = total - a
   error = (a - (total - rounded_b)) + (b - rounded_b)
   return (x < total) | ((x == total) & (error > 0))
 
 
 def _any_member(members: jax.Array) -> jax.Array:
-  """Returns for each of the sets, words of bits (W, P, m), whether it has a member: (P, m)."""
+  """Returns for each set, words of bits (W, P, m), whether it has a member, (P, m)."""
   return jnp.any(members != 0, axis=0)
 
 
 def _nearest(members: jax.Array, up: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """Returns whether a set has members, and its lowest (if `up`) or highest member, else 0.
+  """Returns whether a set has members, and its lowest (if `up`) or highest member or 0.
 
   With one word, and entries 2, 4 and 5 in the set:
 
@@ -214,27 +212,27 @@ class _Carry(NamedTuple):
   down: jax.Array  # (W, P, m), the live entries that want to decrease
   above: jax.Array  # (n, m), for each live entry the next live one
   below: jax.Array  # (n, m), for each live entry the live one before it
-  donor: jax.Array  # (n, m), the entry whose weight is received; -1: the entry in the link
+  donor: jax.Array  # (n, m), the entry whose weight is received; -1: the one in `above` or `below`
   parent: jax.Array  # (n, m), for each entry on a path of a depth-first search the entry before it
 
 
 class _Walk(NamedTuple):
   """The state of the depth-first searches, one for each lane whose path may turn back.
 
-  The search takes each entry that its path reaches out of the linked list. When the path goes back,
-  the search puts entries back in reverse order: the entries that `above` and `below` name for an
-  entry are then neighbours again, so the search can put the entry between them.
+  A search takes the entries of its path out of the linked list, and puts them back when the path
+  goes back. As entries return in reverse order, the entries in the links of a returning entry are
+  neighbours then, and the entry is put between them ("dancing links").
   """
 
   carry: _Carry
-  searching: jax.Array  # (P, m), whether the lane's search goes on
+  searching: jax.Array  # (P, m), whether the lane's search is running
   entry: jax.Array  # (P, m), the last entry of the path
   visited: jax.Array  # (W, P, m), the entries that the search has reached
   path: jax.Array  # (W, P, m), the entries on the path
 
 
 class _Search:
-  """The search for cycles of weights, in all lanes, that is, in all subsets of all vectors."""
+  """The search for cycles of weights in all lanes: the subsets of all vectors."""
 
   def __init__(
     self,
@@ -256,11 +254,11 @@ class _Search:
     tie = jnp.concatenate([jnp.zeros_like(up[:1]), values[1:] == values[:-1]])
     sets = self._sets([up, down, tie], size)
     self.start_up, self.start_down = sets[0], sets[1]
-    # The entries whose weight equals the one before in their lane.
+    # The entries whose weight equals the weight of the entry before, in the same lane.
     self.ties = sets[2] & ~self._only(jnp.zeros((lanes, self.m), jnp.int32))
 
   def _sets(self, flags: list[jax.Array], size: jax.Array) -> list[jax.Array]:
-    """Returns for each array of flags (n, m) the sets of entries whose flag is True: (W, P, m)."""
+    """Returns for each array of flags (n, m) the sets (W, P, m) of entries whose flag is True."""
     inner = jnp.arange(self.words * 32, dtype=jnp.int32).reshape(self.words, 32, 1)
     row = self.base[:, 0] + inner
     inside = ((inner < size) & (row < self.n))[..., None]
@@ -270,7 +268,7 @@ class _Search:
     return [jnp.sum(((rows >> k) & 1) << bit, axis=1, dtype=jnp.uint32) for k in range(len(flags))]
 
   def run(self, ranges: jax.Array, brackets: jax.Array) -> jax.Array:
-    """Runs the search; returns for each entry the entry whose weight it receives: (n, m)."""
+    """Runs the search; returns for each entry the entry whose weight it receives, (n, m)."""
     live = jax.lax.population_count(self.start_up | self.start_down)
     count = jnp.sum(live, axis=0, dtype=jnp.int32)
     dtype = _arrays.accumulator_dtype(self.dtype)
@@ -296,24 +294,24 @@ class _Search:
     return jnp.where(end.donor >= 0, end.donor, linked)
 
   def _bit(self, q: jax.Array) -> jax.Array:
-    """Returns for each word the number of entry `q`'s bit, counted from the word's first bit."""
+    """Returns the number of entry `q`'s bit, counted from the first bit of each word."""
     first = jnp.arange(self.words, dtype=jnp.int32) * 32
     return q[None] - first.reshape((-1,) + (1,) * q.ndim)
 
   def _only(self, q: jax.Array) -> jax.Array:
-    """Returns in each lane the set whose only member is entry `q`."""
+    """Returns for each lane the set whose only member is entry `q`."""
     bit = self._bit(q)
     one = jnp.uint32(1) << jnp.clip(bit, 0, 31).astype(jnp.uint32)
     return jnp.where((bit >= 0) & (bit < 32), one, jnp.uint32(0))
 
   def _numbers_above(self, q: jax.Array) -> jax.Array:
-    """Returns in each lane the set of all numbers above `q`."""
+    """Returns for each lane the set of all numbers above `q`."""
     bit = self._bit(q)
     shifted = jnp.uint32(0xFFFFFFFF) << jnp.clip(bit + 1, 0, 31).astype(jnp.uint32)
     return jnp.where(bit >= 31, jnp.uint32(0), shifted)
 
   def _numbers_below(self, q: jax.Array) -> jax.Array:
-    """Returns in each lane the set of all numbers below `q`."""
+    """Returns for each lane the set of all numbers below `q`."""
     return ~self._numbers_above(q - 1)
 
   def _linked(
@@ -325,9 +323,9 @@ class _Search:
     new_below: jax.Array,
     where: jax.Array,
   ) -> _Carry:
-    """Returns `carry` with ``above[before]`` set to `new_above`, ``below[after]`` to `new_below`.
+    """Returns `carry` with ``above[before] = new_above`` and ``below[after] = new_below``.
 
-    Skips lanes in which `where` is False, and an index `before` or `after` outside of its lane.
+    Skips lanes in which `where` is False, and indices `before` and `after` outside of their lane.
     """
     inside = where & (before >= self.base)
     above = _sorting.scatter(carry.above, jnp.where(inside, before, self.n), new_above)
@@ -338,8 +336,8 @@ class _Search:
   def _turn(self, t: jax.Array, carry: _Carry, active: jax.Array) -> _Carry:
     """Tries source number t in each lane that is `active`, and returns the updated arrays.
 
-    A variable for an entry, such as `source`, holds the entry's row in the arrays (n, m). With
-    `_q`, it holds the entry's rank in its lane.
+    A variable such as `source` holds an entry's row in the arrays (n, m). `source_q` holds the same
+    entry's number in its lane.
     """
     source = self.order.at[self.base[:, 0] + t].get(mode="clip")
     source_q = source - self.base
@@ -367,7 +365,7 @@ class _Search:
     done = active & ~winds
     leaving = jnp.where(direct, between | self._only(low_q) | self._only(high_q), source_set)
     leaving = jnp.where(done, leaving, jnp.uint32(0))
-    # The entries from `low_end` to `high_end` leave the list; in a search only the source does.
+    # The entries from `low_end` to `high_end` leave the list: a whole cycle, or the source alone.
     low_end = jnp.where(direct, self.base + low_q, source)
     high_end = jnp.where(direct, self.base + high_q, source)
     before, after = _gather(carry.below, low_end), _gather(carry.above, high_end)
@@ -384,13 +382,13 @@ class _Search:
     ).carry
 
   def _step(self, walk: _Walk, source: jax.Array) -> _Walk:
-    """Moves each searching lane's path one step: to the nearest entry in reach, or back."""
+    """Moves the path of each searching lane by one entry: to the nearest within reach, or back."""
     carry, entry, searching = walk.carry, walk.entry, walk.searching
     entry_q = entry - self.base
     entry_set = self._only(entry_q)
     up = _any_member(self.start_up & entry_set)
-    # An entry that wants to decrease can't receive an equal weight, so the search skips the entries
-    # below it that have its weight.
+    # An entry that wants to decrease can't receive an equal weight, so the search skips all entries
+    # of the same weight.
     _, first_equal = _nearest(~self.ties & self._numbers_below(entry_q + 1), jnp.zeros_like(up))
     beyond = jnp.where(up, self._numbers_above(entry_q), self._numbers_below(first_equal))
     free = (carry.up | carry.down) & ~walk.visited | self._only(source - self.base)
@@ -411,8 +409,8 @@ class _Search:
     receives = jnp.where(ends, source, jnp.where(pushes, target, -1))
     donor = _sorting.scatter(carry.donor, jnp.where(searching, entry, self.n), receives)
     parent = _sorting.scatter(carry.parent, jnp.where(pushes, target, self.n), entry)
-    # XLA 29: `parent` is written first, then read. In the other order XLA would copy it in each
-    # round, and a step with many equal weights would take a third longer.
+    # XLA 29: `parent` is written before it is read. In the other order XLA would copy `parent` in
+    # each round, and a step with many equal weights would take a third longer.
     back = _gather(parent, entry)
     # A target is taken out of the list; an entry that the path leaves is put back.
     moved = jnp.where(pushes, target, entry)

@@ -1,7 +1,7 @@
-"""Runs a kernel that permutes weights once for all leaves with weight vectors of one length.
+"""Runs kernels, functions that permute weight vectors, on all leaves of the params.
 
-Large leaves are processed in blocks of weight vectors. While a kernel runs, each weight vector is
-whole on one device, for any sharding of its leaf.
+Leaves with weight vectors of the same length share a run; large leaves are processed in blocks of
+weight vectors. For any sharding, a weight vector is whole on one device while a kernel runs.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,17 +16,17 @@ import optax
 from optax_boost._foundation import _placement, _types
 from optax_boost._methods._sgperm import _sorting, _weight_vectors
 
-# The number of weights in a block, on a CPU and on accelerators. The number for accelerators bounds
-# the memory of a kernel and was not tuned.
+# The number of weights in a block, on a CPU and on accelerators. The number for accelerators was
+# not tuned; it bounds the memory that a kernel takes.
 _WEIGHTS, _MANY_WEIGHTS = 2**18, 2**22
 # The most weights of several leaves that are concatenated for a run on an accelerator. On a CPU the
-# bound is the size of a block, since copying large leaves takes longer than compiling once more.
+# bound is the size of a block, since copying large leaves takes longer than another compilation.
 _JOINED_WEIGHTS = 2**25
 
 # A kernel permutes the entries of each weight vector. Its arguments are arrays (n, *vectors): first
-# the arrays that it permutes (weights, their indices in the raveled initial leaf, and perhaps their
-# ranks), then arrays that it only reads. It returns the permuted arrays. If the arrays have several
-# axes of vectors, the first of these axes stacks leaves.
+# the arrays to permute (weights, their indices in the raveled initial leaf, and perhaps their
+# ranks), then arrays that the kernel only reads. It returns the permuted arrays. If arrays have
+# several axes of vectors, leaves are stacked along the first of these axes.
 Kernel: TypeAlias = Callable[..., Sequence[jax.Array]]
 
 
@@ -38,16 +38,17 @@ def permute(
   moving: Sequence[optax.Params],
   fixed: Sequence[_types.Tree],
 ) -> list[optax.Params]:
-  """Permutes the movable leaves of trees; returns the new trees, sharded as the params are.
+  """Permutes the movable leaves of the trees `moving`; returns the new trees.
 
   Args:
     run: makes the step. ``run(layouts, args, moving, fixed)`` gets the layouts of the movable
-      leaves, and for each such leaf its arrays of `moving` and of `fixed`. It must not close over
-      arrays. For each leaf it returns the permuted arrays, in the shape of
-      :meth:`_weight_vectors.Layout.fan_in_first` or of :meth:`_weight_vectors.Layout.columns`.
+      leaves, and for each of these leaves a list of its arrays in `moving` and one in `fixed`. For
+      each leaf `run` returns the permuted arrays, in the shape of the results of
+      :meth:`_weight_vectors.Layout.fan_in_first` or :meth:`_weight_vectors.Layout.columns`. `run`
+      must not close over arrays.
     args: further arrays for `run`.
-    layouts: the layout of each leaf.
-    params: the leaves of the params, from which the results get their shardings. Arrays of a
+    layouts: the layout of each leaf, also of leaves that are not movable.
+    params: the leaves of the params. The results are sharded as these leaves are, since arrays of a
       restored state may have no sharding.
     moving: trees of arrays of the leaves' shapes, which `run` permutes.
     fixed: trees or lists of arrays of the leaves' shapes, which `run` only reads.
@@ -89,10 +90,10 @@ def together(
   moving: Sequence[Sequence[jax.Array]],
   fixed: Sequence[Sequence[jax.Array]],
 ) -> list[Sequence[jax.Array]]:
-  """Runs a kernel once for all leaves of the same dtypes and lengths of weight vectors.
+  """Runs a kernel on all leaves; returns for each leaf the permuted arrays.
 
-  On a mesh of several devices, leaves must also have the same shapes and fan-in axes. Returns for
-  each leaf the permuted arrays.
+  Leaves of the same dtypes and lengths of weight vectors share a run. On a mesh of several devices,
+  they must also have the same shapes and fan-in axes.
   """
   columns = [
     [lay.fan_in_first(x) for x in (*moving_arrays, *fixed_arrays)]
@@ -124,7 +125,7 @@ def together(
 
 
 def _batches(leaves: Sequence[int], sizes: Sequence[int], most: int) -> list[list[int]]:
-  """Returns batches of leaves with at most `most` weights; a larger leaf is a batch of its own."""
+  """Returns batches of leaves with at most `most` weights each; a larger leaf is a whole batch."""
   batches: list[list[int]] = []
   total = 0
   for leaf, size in zip(leaves, sizes, strict=True):
@@ -137,7 +138,7 @@ def _batches(leaves: Sequence[int], sizes: Sequence[int], most: int) -> list[lis
 
 
 def gather(arrays: Sequence[jax.Array], source: jax.Array) -> list[jax.Array]:
-  """Returns arrays (n, *vectors) whose position i has the entry of position ``source[i]``."""
+  """Returns arrays (n, *vectors) in which position i has the entry of position ``source[i]``."""
   return [_sorting.gather(x, source) for x in arrays]
 
 
@@ -149,8 +150,8 @@ def _on_cpu(x: jax.Array) -> bool:
 
 def _in_blocks(kernel: Kernel, arrays: Sequence[jax.Array], moving: int) -> Sequence[jax.Array]:
   """Applies a kernel to arrays (n, vectors) in blocks of vectors; returns the permuted arrays."""
-  # A kernel needs scratch memory of ten to twenty times the size of its weights. So a block has
-  # only as many vectors as keep a device busy, and on a CPU as fit into the cache. On several
+  # A kernel needs scratch memory of ten to twenty times the size of its weights, so a block has
+  # only as many vectors as keep a device busy, or as fit into the cache of a CPU. On several
   # devices there are no blocks, since vectors may be sharded over the devices.
   n, vectors = arrays[0].shape
   width = max(1, (_WEIGHTS if _on_cpu(arrays[0]) else _MANY_WEIGHTS) // n)
@@ -160,7 +161,7 @@ def _in_blocks(kernel: Kernel, arrays: Sequence[jax.Array], moving: int) -> Sequ
   width = -(-vectors // blocks)
 
   def run_block(k: jax.Array, done: Sequence[jax.Array]) -> list[jax.Array]:
-    # The last block overlaps the one before it, and repeats its results.
+    # The last block may overlap the block before it, and computes the same results there.
     start = jnp.minimum(k * width, vectors - width)
     results = kernel(*(jax.lax.dynamic_slice_in_dim(x, start, width, 1) for x in arrays))
     return [
@@ -177,10 +178,10 @@ def _across_devices(
   axes: int,
   mesh: jax.sharding.AbstractMesh,
 ) -> list[Sequence[jax.Array]]:
-  """Applies a kernel to sharded leaves, with at most one exchange between devices before and after.
+  """Applies a kernel to sharded leaves, and exchanges data between devices before and after.
 
-  `leaves` has for each argument of the kernel the arrays (*fan_in, *outputs) of all leaves. Returns
-  for each leaf the permuted arrays.
+  `leaves` has for each argument of the kernel the arrays of all leaves, with `axes` fan-in axes
+  before the output axes. Returns for each permuted array a list over the leaves.
   """
   first = leaves[0][0]
   joined = _exchanged(leaves, axes, mesh, _hint(first, axes, mesh.size))
@@ -204,9 +205,9 @@ def _exchanged(
   mesh: jax.sharding.AbstractMesh,
   hint: jax.Array | None = None,
 ) -> list[jax.Array]:
-  """Stacks arrays on a new axis after the fan-in axes; each device then has whole fan-in axes.
+  """Stacks arrays on a new axis after the fan-in axes, and makes fan-in axes whole on each device.
 
-  Arrays of one item size are packed into one array, so that one exchange moves them all.
+  Arrays of the same item size are packed into one array, so that one exchange moves them all.
   """
   cast = jax.lax.bitcast_convert_type
   exchanged: list[Any] = [None] * len(stacks)
@@ -228,8 +229,8 @@ def _exchanged(
 def _hint(floats: jax.Array, axes: int, devices: int) -> jax.Array | None:
   """Returns an array of False, one for each output, sharded as the longest fan-in axis of `floats`.
 
-  Used with the outputs in one operation, it makes the compiler shard the outputs in the same way.
-  Under ``jit`` shardings are not known. Returns None if the fan-in axis can't be cut into shards.
+  Under ``jit`` no code can read shardings, but an operation on this array and the outputs makes the
+  compiler shard both alike. Returns None if the fan-in axis can't be cut into shards.
   """
   fan_in = int(np.argmax(floats.shape[:axes]))
   length, outputs = floats.shape[fan_in], math.prod(floats.shape[axes : axes + 1])
@@ -244,10 +245,10 @@ def _hint(floats: jax.Array, axes: int, devices: int) -> jax.Array | None:
 
 
 def auto_sharded(function: Callable[..., Any], like: _types.Tree) -> Callable[..., Any]:
-  """Returns `function` with shardings inside of it chosen by the compiler, also on Explicit axes.
+  """Wraps `function` so that the compiler chooses the shardings inside, even on Explicit axes.
 
-  On Explicit axes JAX would need a sharding for each sort and gather. `function` must not close
-  over arrays. Results are sharded as the arrays in `like`, a tree with the results' structure.
+  There JAX would need a sharding for each sort and gather. `function` must not close over arrays.
+  Results are sharded as the arrays in `like`, a tree with the structure of the results.
   """
 
   def call(*args: Any) -> Any:
@@ -264,7 +265,7 @@ def auto_sharded(function: Callable[..., Any], like: _types.Tree) -> Callable[..
 
 
 def _explicit_mesh(arrays: _types.Tree) -> jax.sharding.AbstractMesh | None:
-  """Returns the first mesh with Explicit axes on which one of the arrays is, or None."""
+  """Returns the mesh of the first array that is on a mesh with Explicit axes, or None."""
   # XLA 28: JAX before 0.8 has no way to enter an abstract mesh.
   if not hasattr(jax.sharding, "use_abstract_mesh"):
     return None
@@ -274,10 +275,10 @@ def _explicit_mesh(arrays: _types.Tree) -> jax.sharding.AbstractMesh | None:
 
 
 def sharded_like(old: jax.Array, new: jax.Array, floats: jax.Array) -> jax.Array:
-  """Returns `new`, which the compiler then shards as `old`; `floats` is a float array of its shape.
+  """Returns `new`, which the compiler then shards as `old`; `floats` are floats of the same shape.
 
-  The result of a sort or a gather has no sharding, and under ``jit`` the sharding of `old` is not
-  known. But the compiler gives both operands of ``jnp.where`` the same sharding.
+  Under ``jit`` no code can read the sharding of `old`, and the result of a sort or a gather has
+  none. But the compiler gives both operands of ``jnp.where`` the same sharding.
   """
   # XLA 19: `x > inf` is always False, but XLA can't know that, so the sharding is passed on.
   return jnp.where(floats > jnp.inf, old, new)

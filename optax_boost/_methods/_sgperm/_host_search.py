@@ -1,6 +1,6 @@
 """The exact step of SGPerm on the host, in NumPy; numba, if installed, compiles the search.
 
-This module must not call JAX. It runs inside ``jax.pure_callback``, and a call into JAX may wait
+This module must not call JAX: it runs inside ``jax.pure_callback``, where a call into JAX may wait
 for the computation that waits for the callback.
 """
 
@@ -11,9 +11,9 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-# An array of JAX or, in the callback, of NumPy.
+# A JAX array or, in the callback, a NumPy array.
 Array: TypeAlias = Any
-# A list or, for numba, an array of NumPy.
+# A list or, for numba, a NumPy array.
 Entries: TypeAlias = Any
 
 
@@ -22,13 +22,14 @@ class Work(NamedTuple):
 
   weights: Array  # (n, vectors), before the step
   momentum: Array  # (n, vectors), the recommendations
-  # int32, the entries of a vector in shuffled order; each run of `size` entries is a subset. With
-  # shape (n, vectors), each column holds the positions in its own vector. With shape (n,), all
-  # vectors share one order of ranks: rank r is the entry with the r-th smallest weight, and equal
-  # weights are ranked by position.
+  # int32, the entries of a vector in shuffled order: the first `size` are a subset, the next `size`
+  # another, and so on. With shape (n, vectors), a column holds positions in its vector. With shape
+  # (n,), all vectors share one order of ranks: rank r means the entry with the r-th smallest
+  # weight, and equal weights are ranked by position.
   order: Array
   size: Array  # scalar int32, how many entries make a subset
-  # (n + 1,), in the dtype of the weights: `alpha + 1 / k` for k recommendations in a subset.
+  # (n + 1,), in the dtype of the weights: `alpha + 1 / k` for each number k of recommendations in a
+  # subset.
   brackets: Array
 
 
@@ -39,7 +40,7 @@ def have_numba() -> bool:
 
 @functools.cache
 def _compiled() -> Callable[..., None]:
-  """Returns `_search`, compiled by numba, which caches it on disk if a folder is writable."""
+  """Returns `_search`, compiled by numba and cached on disk if a folder for this is writable."""
   import numba
 
   try:
@@ -74,7 +75,7 @@ def permute(work: Work, *, remainder: bool) -> np.ndarray:
   row = np.arange(rows)[:, None]
   flat = position + row * n
   recommended = momentum.ravel()[flat]
-  # NaN counts as idle.
+  # Entries without a recommendation are idle; NaN counts as no recommendation.
   idle = ~(np.abs(recommended) > 0)
   if subsets > 1 and not remainder:
     idle = idle | (label == subsets - 1)
@@ -107,7 +108,7 @@ def permute(work: Work, *, remainder: bool) -> np.ndarray:
 
 
 def _run_search(weights: np.ndarray, *arrays: np.ndarray) -> np.ndarray:
-  """Runs `_search`, compiled by numba if installed; returns each entry's source of its weight."""
+  """Runs `_search`, compiled if numba is installed; returns the entry each weight comes from."""
   total = len(weights)
   if have_numba():
     links = np.arange(total)
@@ -125,12 +126,10 @@ def _run_search(weights: np.ndarray, *arrays: np.ndarray) -> np.ndarray:
 
 
 def _stable_argsort(values: np.ndarray) -> np.ndarray:
-  """Returns the stable argsort of each row of `values`, which have no NaN.
-
-  NumPy's unstable sort is several times faster than its stable sort. So rows are sorted unstably,
-  and a second sort puts the indices of equal values in order.
-  """
+  """Returns the stable argsort of each row of `values`, which have no NaN."""
   n = values.shape[1]
+  # NumPy's unstable sort is several times faster than its stable sort, so rows are sorted unstably,
+  # and a second sort puts the indices of equal values in order.
   order = np.argsort(values, axis=1)
   ordered = np.take_along_axis(values, order, 1)
   tied = np.flatnonzero(np.any(ordered[:, 1:] == ordered[:, :-1], axis=1))
@@ -141,8 +140,8 @@ def _stable_argsort(values: np.ndarray) -> np.ndarray:
   return order
 
 
-# Plain Python runs this function on lists, or numba compiles it for arrays. So it only indexes,
-# compares and adds.
+# This function only indexes, compares and adds, since it must run both in plain Python on lists and
+# compiled by numba on arrays.
 def _search(
   weights: Entries,  # float64: their sums with epsilons are compared in float64
   up: Entries,  # whether the entry wants to increase; if not, it wants to decrease
@@ -157,7 +156,7 @@ def _search(
   path: Entries,  # scratch, as is `cursor`
   cursor: Entries,
 ) -> None:
-  """Finds the cycles of all subsets, whose entries rise by weight, and writes them to `source`."""
+  """Writes the cycles of all subsets to `source`; the entries of a subset rise by weight."""
   for group in range(len(epsilon)):
     first, last = starts[group], starts[group + 1]
     reach = epsilon[group]
@@ -168,7 +167,8 @@ def _search(
       w = weights[s]
       tied, closes = False, False
       link = above if up[s] else below
-      # The nearest entry that wants to move the other way; those before it want the same as s.
+      # Goes along the links from s, while weights are within reach, to the nearest entry that wants
+      # the opposite of s. All entries on the way want the same as s.
       end, step = s, link[s]
       while first <= step < last:
         if not (weights[step] - reach <= w if up[s] else w < weights[step] + reach):
@@ -187,7 +187,7 @@ def _search(
           path[length] = link[path[length - 1]]
           length += 1
       elif closes:
-        # An entry that wants to decrease cannot receive an equal weight: the path may turn back.
+        # An entry that wants to decrease cannot receive an equal weight, so the path may turn back.
         cursor[s], seen[s] = link[s], s
         while length > 0:
           i = path[length - 1]

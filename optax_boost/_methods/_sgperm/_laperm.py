@@ -2,11 +2,11 @@ r"""LaPerm: free training that returns to a permutation of the initial weights e
 
 For each weight vector w (the n weights that lead into one output) with initial values v:
 
-  w <- w + u                          u from the inner optimizer, at each step
+  w <- w + u                          in each step, with the update u of the inner optimizer
   w_i <- v_(r),  r the rank of w_i    every k steps: the r-th smallest weight becomes the r-th
                                       smallest initial value
 
-The result is the permutation of v that is nearest to w in the Euclidean norm: arXiv:2006.07541.
+This is the permutation of v that is nearest to w in the Euclidean norm: arXiv:2006.07541.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,12 +32,12 @@ class LapermState(NamedTuple):
   Excluded leaves are ``optax.MaskedNode()`` in `permuted_params` and `permutation`.
 
   Attributes:
-    count: scalar int32, the number of inner steps made.
-    synced: scalar bool, whether the last inner step ended in a permutation.
+    count: scalar int32, the number of steps that `inner` has made.
+    synced: scalar bool, whether the last step of `inner` ended in a synchronization.
     permuted_params: the exact params of the last synchronization.
     permutation: the permutation of the last synchronization, as in the state of :func:`sgperm`.
-    inner_state: the inner optimizer's state.
-    made: scalar bool, whether the last call made a step.
+    inner_state: the state of `inner`.
+    made: scalar bool, whether the last call of ``update`` made a step.
   """
 
   count: _types.IntScalar  # type: ignore[assignment]  # hides the method of tuples
@@ -58,23 +58,24 @@ def laperm(
 ) -> optax.GradientTransformationExtraArgs:
   r"""Trains freely and, every few steps, returns to a permutation of the initial weights.
 
-  At a synchronization each weight vector, as in :func:`sgperm`, gets its initial values back, in
-  the order of the trained values: this is the permutation nearest to the trained weights. The
-  params are exactly this permutation with :func:`make_train_step` and :func:`apply_gradients`, and
-  within one rounding of it with ``optax.apply_updates``. Between two synchronizations the params
-  are no permutation: evaluate and save :func:`permuted_params` of the state, which are the params
-  of the last synchronization.
+  A synchronization gives each weight vector (see :func:`sgperm`) its initial values back, in the
+  order of the trained values. This is the permutation nearest to the trained weights. The params
+  are exactly this permutation with :func:`make_train_step` and :func:`apply_gradients`, and within
+  one rounding of this permutation with ``optax.apply_updates``. Between two synchronizations the
+  params are not a permutation. So evaluate and save :func:`permuted_params` of the state, which are
+  the params of the last synchronization.
 
   If the initial weights of a vector are all equal, as in a zero bias, a synchronization undoes the
   vector's training: exclude such leaves, or initialize them at random. Weights that become NaN
-  count as the largest of their vector. A step whose updates are all zero, as between two inner
-  steps of ``accumulate`` and after an overflow under a loss scale, is not counted. Inside
+  count as the largest of their vector. Steps that `inner` skips don't count, such as the steps of
+  ``accumulate`` that only add gradients, and steps after an overflow under a loss scale. Inside
   ``shard_map`` leaves must be whole, since a permutation has the indices of whole leaves.
 
   Args:
-    inner: an optimizer that descends, with its learning rate. Its state is not reset.
-    sync_every: the number of inner steps from one synchronization to the next. Raising it trains
-      more freely. It may be a function of the number of inner steps made, so that it can grow: a
+    inner: an optimizer that descends, with its learning rate. A synchronization doesn't reset the
+      state of `inner`.
+    sync_every: the number of steps from one synchronization to the next. Raising it trains more
+      freely. To let the number grow, pass a function of the number of steps made. Then a
       synchronization follows each step whose number is a multiple of the function's result.
     exclude: the leaves that only `inner` trains, selected as in :func:`centralize`. None: no leaf.
     layout: where a kernel has its output axis, as in :func:`centralize`.
@@ -115,7 +116,7 @@ def laperm(
 
 
 class _Laperm(NamedTuple):
-  """The functions `init` and `step` of :func:`laperm`; its checked arguments are the fields."""
+  """The functions `init` and `step` of :func:`laperm`; the fields are its checked arguments."""
 
   inner: optax.GradientTransformationExtraArgs
   sync_every: int | jax.Array | Callable[[jax.Array], jax.typing.ArrayLike]
@@ -167,7 +168,7 @@ class _Laperm(NamedTuple):
     ]
     weights = [state.permuted_params, state.permutation]
     synchronize = functools.partial(_synchronize, [layouts[i] for i in permuted])
-    # `cond` runs the sorts of a synchronization only on steps on which one is due.
+    # `cond` runs the sorts of a synchronization only on steps on which it is due.
     permuted_steps, weights = _conditionals.cond(
       due, synchronize, lambda *lists: lists[:2], permuted_steps, weights, currents
     )
@@ -183,7 +184,7 @@ class _Laperm(NamedTuple):
     )
 
   def _period(self, count: _types.IntScalar) -> _types.IntScalar:
-    """Returns the number of inner steps between two synchronizations, at least 1."""
+    """Returns the number of steps between two synchronizations, at least 1."""
     period = self.sync_every(count) if callable(self.sync_every) else self.sync_every
     if jnp.ndim(period) != 0:
       raise ValueError(
@@ -199,7 +200,7 @@ def _synchronize(
   weights: list[optax.Params],
   params: list[jax.Array],
 ) -> tuple[list[jax.Array], list[optax.Params]]:
-  """Returns the updates to the permutation nearest to ``params + steps``, and the new trees."""
+  """Returns updates to the permutation nearest to ``params + steps``, and the new `weights`."""
   trained = optax.apply_updates(params, steps)
   moved = _execution.permute(_to_nearest, (), layouts, params, weights, [trained])
   return list(map(_weight_vectors.difference, steps, params, jax.tree.leaves(moved[0]))), moved

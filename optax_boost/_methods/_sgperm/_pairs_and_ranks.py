@@ -5,13 +5,13 @@ In a weight vector w of n entries with momentum m and value range R:
   epsilon = R (alpha + 1 / n)
   t       = w - epsilon m / max |m|        the target: the weight that a position should get
 
-  pairs   32 rounds: for a random c, positions i and j = (c - i) mod n swap their weights if these
-          are not in the order of the targets, (w_j - w_i) (t_j - t_i) < 0. The condition is the
-          same for i and j, so a round is a permutation.
-  rank    the position with the r-th smallest target gets the r-th smallest weight
+  pairs   In each of 32 rounds, for a random c, positions i and j = (c - i) mod n swap their weights
+          if this brings them into the order of the targets: if (w_j - w_i) (t_j - t_i) < 0. The
+          condition is the same for i and j, so a round is a permutation.
+  rank    The position with the r-th smallest target gets the r-th smallest weight.
 
-Each swap lowers sum |w - t|^2 by -2 (w_j - w_i) (t_j - t_i). ``rank`` reaches the minimum of this
-sum over all permutations (the rearrangement inequality); ``pairs`` approaches the minimum.
+A swap lowers sum |w - t|^2 by -2 (w_j - w_i) (t_j - t_i). "rank" reaches the minimum of this sum
+over all permutations (the rearrangement inequality), and "pairs" approaches the minimum.
 """
 
 import jax
@@ -22,8 +22,7 @@ from optax_boost._methods._sgperm import _sorting
 
 # The number of rounds of "pairs"; more rounds hardly improve the order.
 ROUNDS = 32
-# The least bits for a weight in a packed integer. With fewer bits, too many weights of a vector
-# would become equal.
+# Fewest bits for a weight in a packed integer. With fewer, too many weights would become equal.
 _LEAST_BITS = 16
 
 
@@ -40,10 +39,7 @@ def targets(weights: jax.Array, momentum: jax.Array, alpha: jax.Array) -> jax.Ar
 
 
 def pairs(weights: jax.Array, target: jax.Array, bits: jax.Array) -> jax.Array:
-  """Swaps pairs of weights towards their targets, one round per entry of `bits`, random uint32.
-
-  Returns for each position the position whose weight it receives.
-  """
+  """Runs a round of "pairs" per random number; returns the position that each weight comes from."""
   n = weights.shape[0]
   shifts = (bits % n).astype(jnp.int32)
   place_bits = (n - 1).bit_length()
@@ -51,7 +47,7 @@ def pairs(weights: jax.Array, target: jax.Array, bits: jax.Array) -> jax.Array:
 
   def swap(k: jax.Array, moved: list[jax.Array]) -> list[jax.Array]:
     def partner(x: jax.Array) -> jax.Array:
-      # Returns x[(c - i) mod n] without a gather, which is slow on accelerators and sharded arrays.
+      # Returns x[(c - i) mod n]. A gather would be slow on accelerators and on sharded arrays.
       return jnp.roll(jnp.flip(x, 0), shifts[k] + 1, 0)
 
     partners, partner_target = [partner(x) for x in moved], partner(target)
@@ -61,8 +57,8 @@ def pairs(weights: jax.Array, target: jax.Array, bits: jax.Array) -> jax.Array:
     swaps |= (partner_weight < weight) & (partner_target > target)
     return [jnp.where(swaps, y, x) for x, y in zip(moved, partners, strict=True)]
 
-  # A round takes the time of moving its arrays. So a weight and its place are packed into one
-  # integer, if enough bits remain to compare the weights of a vector.
+  # A round takes the time of moving its arrays, so a weight and its place are packed into one
+  # integer if enough bits remain to compare the weights of a vector.
   if 32 - place_bits < _LEAST_BITS:
     return jax.lax.fori_loop(0, len(bits), swap, [weights, places])[1]
   packed = (_levels(weights, 32 - place_bits) << place_bits) | places

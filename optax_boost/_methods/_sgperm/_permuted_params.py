@@ -1,4 +1,4 @@
-"""`PermutedParams`: a model whose params are a permutation of the initial params, and its file."""
+"""`PermutedParams`, a model whose params are a permutation of the initial params, and its file."""
 
 from collections.abc import Sequence
 import math
@@ -33,7 +33,7 @@ class PermutedParams(NamedTuple):
     params: exactly a permutation of the initial params. Leaves that the method doesn't permute are
       the leaves of the params passed to :func:`permuted_params`, or ``optax.MaskedNode()``.
     permutation: a tree like `params` of int32: for each entry of a leaf the index that the entry's
-      value had in the raveled initial leaf. These integers and the initial params determine the
+      value had in the raveled initial leaf. So `permutation` and the initial params determine the
       model. Leaves that the method doesn't permute are ``optax.MaskedNode()``.
 
   Examples:
@@ -55,19 +55,16 @@ class PermutedParams(NamedTuple):
 
   @classmethod
   def from_initial(cls, initial: optax.Params, permutation: optax.Params) -> "PermutedParams":
-    """Returns the model whose params are a permutation of initial params.
+    """Returns the model whose params are exactly a permutation of initial params.
 
     Args:
       initial: the params that the training started from.
       permutation: a tree like `initial` of integers. A leaf whose permutation is
         ``optax.MaskedNode()`` is not permuted.
 
-    Returns:
-      The model, whose params are exact.
-
     Raises:
-      ValueError: the integers are no permutation of these params: their tree or a shape differs,
-        or an index is out of range or occurs twice (checked outside ``jit``).
+      ValueError: `permutation` does not fit `initial`: its tree or a shape differs, or an index is
+        out of range or occurs twice (checked outside ``jit``).
     """
     leaves, structure = jax.tree.flatten(initial, is_leaf=_masks.is_masked)
     paths = _paths.leaf_paths(initial, _masks.is_masked)
@@ -81,10 +78,10 @@ class PermutedParams(NamedTuple):
   def save(self, path: str | os.PathLike[str]) -> None:
     """Writes the permutation to one npz file, without the initial values.
 
-    An existing file is replaced as a whole. For each weight the file holds the rank of the weight's
-    value among the distinct values of its vector, in 8, 16 or 32 bits, deflated. Leaves that are
-    not permuted are written whole. If arrays are sharded over several processes, all processes must
-    call `save`.
+    An existing file is replaced as a whole. For each weight the file holds the rank of the weight
+    among the distinct values of its weight vector, in 8, 16 or 32 bits, deflated. Leaves that are
+    not permuted are written with their values. If arrays are sharded over several processes, all
+    processes must call `save`.
 
     Args:
       path: the file, ``*.npz`` by convention.
@@ -127,7 +124,7 @@ class PermutedParams(NamedTuple):
 
     Raises:
       FileNotFoundError: the file doesn't exist.
-      ValueError: the file is damaged or not of :meth:`save`, or `initial` are other params.
+      ValueError: the file is damaged or not made by :meth:`save`, or `initial` are other params.
     """
     arrays = _read(path)
     leaves, structure = jax.tree.flatten(initial)
@@ -150,16 +147,17 @@ def permuted_params(
   Args:
     opt_state: the state of any chain or wrapper that holds one `sgperm` or one `laperm`. With
       `laperm` the result is the model of the last synchronization.
-    params: params from which the result takes leaves that were masked or excluded. None: such
-      leaves are ``optax.MaskedNode()``.
+    params: the params from which the result takes leaves that the method doesn't permute (masked or
+      excluded leaves). None: such leaves are ``optax.MaskedNode()``.
 
   Returns:
     The :class:`PermutedParams`. Permuted leaves have the dtype that the method trained; under
     ``master_weights`` this is the dtype of the master weights.
 
   Raises:
-    ValueError: the state holds neither `sgperm` nor `laperm`, or several; or `params` have another
-      tree; or ``init`` was called under ``vmap`` (then map over the state with ``jax.vmap``).
+    ValueError: the state holds no `sgperm` and no `laperm`, or more than one; or `params` have
+      another tree; or ``init`` was called under ``vmap`` (then map over the state with
+      ``jax.vmap``).
 
   Examples:
     >>> import jax.numpy as jnp, optax_boost
@@ -190,14 +188,14 @@ def permuted_params(
 
 
 def _on_this_host(x: jax.Array) -> np.ndarray:
-  """Returns the whole array on this host; if it is sharded over processes, all must call this."""
+  """Returns the whole array; if `x` is sharded over processes, all processes must call this."""
   if _placement.is_whole_here(x):
     return np.asarray(x)
   return np.asarray(multihost_utils.process_allgather(x, tiled=True))
 
 
 def _aligned(tree: optax.Params, params: optax.Params) -> list[Any]:
-  """Returns the leaves of `tree`, one for each leaf of `params`; ValueError for another tree."""
+  """Returns one leaf of `tree` per leaf of `params`; raises ValueError if the trees differ."""
   leaves = _masks.leaves_like(tree, params)
   if leaves is None:
     raise ValueError(
@@ -208,7 +206,7 @@ def _aligned(tree: optax.Params, params: optax.Params) -> list[Any]:
 
 
 def _permuted(name: str, start: jax.Array, index: jax.Array) -> jax.Array:
-  """Returns a permuted leaf; raises ValueError if `index` is no permutation of its entries."""
+  """Returns the leaf `start` permuted by `index`; raises ValueError if this is no permutation."""
   if _masks.is_masked(start) or _masks.is_masked(index):
     return start
   integers = jnp.issubdtype(jnp.result_type(index), jnp.integer)
@@ -220,16 +218,13 @@ def _permuted(name: str, start: jax.Array, index: jax.Array) -> jax.Array:
     )
   check_indices(index, jnp.size(start), "permutation", name)
   if not jnp.size(start):
-    # XLA 20: JAX fails to gather from an empty leaf on explicit axes of a mesh that is not set.
+    # XLA 20: JAX fails to gather from an empty leaf on Explicit axes of a mesh that is not set.
     return jnp.array(start)
   return _execution.auto_sharded(lambda x, i: jnp.ravel(x)[i], start)(start, index)
 
 
 def check_indices(index: jax.Array, size: int, argument: str, name: str) -> None:
-  """Raises ValueError if a column of `index` (`size`, ...) doesn't hold 0 to `size` - 1 once each.
-
-  Traced integers are not checked.
-  """
+  """Raises ValueError unless each column of `index` has 0 to `size` - 1 once; skips tracers."""
   if isinstance(index, jax.core.Tracer) or not size or not _placement.is_whole_here(index):
     return
   columns = np.sort(np.asarray(index).reshape(size, -1), axis=0)
@@ -242,7 +237,7 @@ def check_indices(index: jax.Array, size: int, argument: str, name: str) -> None
 
 
 def _read(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
-  """Returns the arrays in a file by name; raises ValueError if it is no file of `save`."""
+  """Returns the arrays in a file by name; raises ValueError if `save` can't have written it."""
   try:
     with open(path, "rb") as file:
       loaded = np.load(file, allow_pickle=False)
@@ -266,8 +261,8 @@ def _decoded(arrays: dict[str, np.ndarray], name: str, leaf: jax.Array) -> tuple
   if axes is not None and all(axis < start.ndim for axis in axes):
     ranks, first = arrays[f"ranks/{name}"], _columns(_bits(start), axes)
     if ranks.shape == first.shape:
-      # Ranks don't tell which of several equal values an entry had. Equal values keep their order,
-      # and any order would give the same params.
+      # Ranks don't tell which of several equal values an entry had, so `permutation` keeps equal
+      # values in their order. Any order would give the same params.
       entries = _columns(np.arange(start.size, dtype=np.int32).reshape(start.shape), axes)
       by_rank = np.argsort(ranks, axis=0, kind="stable")
       by_start = np.argsort(first, axis=0, kind="stable")
@@ -286,11 +281,7 @@ def _decoded(arrays: dict[str, np.ndarray], name: str, leaf: jax.Array) -> tuple
 
 
 def _moving_axes(index: np.ndarray) -> list[int]:
-  """Returns the axes of a leaf along which a permutation moves entries.
-
-  A permutation moves entries only within weight vectors, so a weight vector runs along each of
-  these axes.
-  """
+  """Returns the axes along which a permutation moves entries; weight vectors run along them."""
   if not index.size:
     return []
   place = np.indices(index.shape, sparse=True)
@@ -299,7 +290,7 @@ def _moving_axes(index: np.ndarray) -> list[int]:
 
 
 def _columns(x: np.ndarray, axes: Sequence[int]) -> np.ndarray:
-  """Returns a matrix whose columns are the weight vectors of a leaf, which run along `axes`."""
+  """Returns a matrix whose columns are the leaf's weight vectors, which run along `axes`."""
   front = np.moveaxis(x, axes, range(len(axes)))
   length = math.prod(front.shape[: len(axes)])
   return front.reshape(length, math.prod(front.shape[len(axes) :]))
@@ -322,7 +313,7 @@ def _bits(x: np.ndarray) -> np.ndarray:
 
 
 def _widened(x: np.ndarray) -> np.ndarray:
-  """Returns floats as float32 or float64, since NumPy has no bfloat16; other arrays unchanged."""
+  """Returns floats as float32 or float64, since NumPy has no bfloat16, and other arrays as is."""
   floating = jnp.issubdtype(x.dtype, jnp.floating)
   return x.astype(_arrays.accumulator_dtype(x.dtype)) if floating else x
 

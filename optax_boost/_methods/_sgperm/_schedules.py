@@ -6,8 +6,8 @@ r"""The schedules of SGPerm, in double precision whatever the device computes in
   alpha        how far a weight may move, as a share of the range of its vector
   lamda        the size of a subset, as a share of its vector
 
-``floor(lamda n)`` and ``alpha + 1 / k`` are rounded as in float64. If the numbers are known when
-the transformation is built, Python runs the recurrence, and the steps look up its values.
+``floor(lamda n)`` and ``alpha + 1 / k`` are as in float64. If the numbers are known when the
+transformation is built, Python computes a table of alpha and lamda, which the steps look up.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ import numpy as np
 
 from optax_boost._foundation import _types
 
-# The most steps in the table. The device computes the values of later steps, in its precision.
+# The most steps in the table. The device computes later values in its own precision.
 _LONGEST = 65_536
 
 
@@ -33,7 +33,7 @@ def as_float(value: jax.typing.ArrayLike) -> Any:
 def _run_recurrence(
   alpha: float, lamda: float, beta1: float, beta2: float, alpha_min: float, lamda_max: float
 ) -> list[tuple[float, float]]:
-  """Returns alpha and lamda in each step until they no longer change, at most `_LONGEST` steps."""
+  """Returns alpha and lamda of each step until they stay the same, of at most `_LONGEST` steps."""
   values: list[tuple[float, float]] = []
   while len(values) < _LONGEST:
     alpha, lamda = max(beta1 * alpha, alpha_min), min(beta2 * lamda, lamda_max)
@@ -70,16 +70,16 @@ class Schedules:
     alpha, lamda, beta1, beta2, alpha_min, lamda_max = numbers
     steps = (count + 1).astype(alpha.dtype)
     alpha, lamda = beta1**steps * alpha, beta2**steps * lamda
-    # If lamda falls and the first step clips it, it falls from its bound.
+    # If the first step clips lamda and beta2 is below 1, lamda falls from its bound.
     bound = lamda_max * jnp.minimum(beta2 ** (steps - 1), 1)
     return jnp.maximum(alpha, alpha_min), jnp.minimum(lamda, bound)
 
   def _at(
     self, count: _types.IntScalar, table: np.ndarray, later: Callable[[], jax.Array]
   ) -> jax.Array:
-    """Returns the value in step `count`, from the table if it is known.
+    """Returns the table's value in step `count`, or ``later()`` if there is no table.
 
-    After the end of the table, returns its last entry, or ``later()`` if the table was cut.
+    Beyond the table, returns the last value, or ``later()`` if the table has only the first steps.
     """
     if not self._known:
       return jnp.asarray(later())
@@ -87,18 +87,15 @@ class Schedules:
     return entry if self._ends else jnp.where(count < _LONGEST, entry, later())
 
   def alpha(self, count: _types.IntScalar) -> _types.FloatScalar:
-    """Alpha in step `count`, which is 0 in the first step, rounded to the device's precision."""
+    """Returns alpha in step `count` (0 is the first), rounded to the device's precision."""
     return self._at(count, self._alphas.astype(jnp.zeros([]).dtype), lambda: self._later(count)[0])
 
   def lamda(self, count: _types.IntScalar) -> _types.FloatScalar:
-    """Returns lamda in step `count`: the size of a subset as a share of its weight vector.
-
-    The result is rounded to the device's precision; :meth:`size` computes with unrounded lamda.
-    """
+    """Returns lamda in step `count`, rounded to the device's precision; `size` doesn't round it."""
     return self._at(count, self._lamdas.astype(jnp.zeros([]).dtype), lambda: self._later(count)[1])
 
   def size(self, count: _types.IntScalar, length: int, least: int) -> _types.IntScalar:
-    """Returns the size of a subset in step `count`, for a vector of `length` weights."""
+    """Returns the size of subsets in step `count`, at least `least`, for vectors of `length`."""
     table = np.floor(self._lamdas * length).astype(np.int32)
 
     def later() -> jax.Array:
@@ -119,14 +116,14 @@ class Schedules:
     return size(min(lamdas)), size(max(lamdas))
 
   def brackets(self, count: _types.IntScalar, length: int) -> jax.Array:
-    """Returns ``alpha + 1 / k`` in step `count` for k up to `length`, with one rounding."""
+    """Returns ``alpha + 1 / k`` in step `count` for k up to `length`, rounded once from float64."""
     alpha = self.alpha(count)
     rounded_off = self._alphas - self._alphas.astype(alpha.dtype)
     alpha_low = self._at(count, rounded_off.astype(alpha.dtype), lambda: jnp.zeros_like(alpha))
     exact = 1 / np.maximum(np.arange(length + 1), 1)
     high = exact.astype(alpha.dtype)
     low = jnp.asarray((exact - high).astype(high.dtype))
-    # The rounding error of this sum is exact (the two-sum of Knuth).
+    # Knuth's two-sum computes the rounding error of this sum exactly.
     total = alpha + high
     rounded_high = total - alpha
     error = (alpha - (total - rounded_high)) + (high - rounded_high)

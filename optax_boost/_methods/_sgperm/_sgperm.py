@@ -4,15 +4,17 @@ For each weight vector w (the n weights that lead into one output), its value ra
 gradient g:
 
   m <- momentum_lr g + momentum m       recommendations: increase where m < 0, decrease where m > 0
-  random subsets have floor(lamda n) weights each; in a subset with k nonzero recommendations
-  epsilon = R (alpha + 1 / k)           the bound on the change of a weight
-  for each weight, by falling |m|, the step makes the nearest cycle of moves in which each weight
-  moves as recommended and by at most epsilon; a weight moves at most once per step
+  epsilon = R (alpha + 1 / k)           the bound on the change of a weight, in a subset of w with
+                                        k nonzero recommendations
 
-"Nearest" means what SGPerm.py means, the program of arXiv:2003.02570, down to ties and roundings.
-With distinct weights the cycle has a closed form: a weight that wants to increase, the nearest
-larger weight that wants to decrease, and all weights between the two, if all moves are within
-epsilon. A weight that wants to decrease starts the mirror image of such a cycle.
+A step divides w into random subsets of floor(lamda n) weights. In each subset, for each weight by
+falling |m|, it makes the nearest cycle of moves in which each weight moves as recommended and by at
+most epsilon. A weight moves at most once per step.
+
+The nearest cycle is the one that SGPerm.py finds, the program of arXiv:2003.02570, down to ties and
+roundings. With distinct weights the cycle has a closed form: a weight that wants to increase, the
+nearest larger weight that wants to decrease, and all weights between the two, if all moves are
+within epsilon. A weight that wants to decrease starts the mirror image of such a cycle.
 """
 
 from collections.abc import Sequence
@@ -54,12 +56,12 @@ class SgpermState(NamedTuple):
     key: raw key data, from which each step draws its subsets or pairs.
     momentum: the recommendations, in at least float32.
     permuted_params: the exact params after the last step; they share no memory with the params.
-    permutation: int32 of the params' shapes: for each entry of a leaf the index that its value
-      had in the raveled initial leaf.
+    permutation: int32 of the params' shapes: for each entry of a leaf the index that the entry's
+      value had in the raveled initial leaf.
     ranks: with ``method="rank"`` int32 of the params' shapes: the ranks of the weights in their
       vectors; else ``()``.
-    ranked_axes: scalar int32, a checksum of the fan-in axes of all leaves, which tells whether
-      `ranks` belong to the same vectors; 0 before the first step.
+    ranked_axes: scalar int32, a checksum of the fan-in axes of all leaves in the last step. If it
+      changes, `ranks` are computed again. 0 before the first step.
     notfinite_count: scalar int32, the number of steps in which a gradient entry was not finite.
   """
 
@@ -98,11 +100,13 @@ def sgperm(
   A trained model is its initial weights, which a seed can reproduce, and a permutation:
   see :class:`PermutedParams`. There are three methods of permuting:
 
-  - ``"exact"``: the published algorithm, weight for weight. Device and host give the same bits; on
-    a CPU the host is faster if numba is installed (``pip install ".[host]"`` in a clone).
+  - ``"exact"``: the published algorithm, weight for weight. It gives the same bits on the device
+    and on the host; on a CPU the host is faster if numba is installed (``pip install ".[host]"`` in
+    a clone).
   - ``"pairs"``, which is not in the paper: random pairs of weights swap if this brings them into
-    the order of their targets :math:`w - R (\alpha + 1/n)\, m / \max |m|`. This needs no sort
-    and is many times faster.
+    the order of their targets :math:`w - R (\alpha + 1/n)\, m / \max |m|`, with the range :math:`R`
+    of the vector's :math:`n` weights and the momentum :math:`m`. This needs no sort and is many
+    times faster.
   - ``"rank"``, which is not in the paper: the position with the r-th smallest target gets the r-th
     smallest weight.
 
@@ -112,39 +116,41 @@ def sgperm(
   With ``optax.apply_updates`` they stay within one rounding of a permutation, since
   ``p + (q - p)`` is not always ``q``.
 
-  A weight vector holds the weights that lead into one output, in each layer and expert. It runs
-  along the fan-in, which :func:`make_train_step` reads from its trace of the loss. In your own
-  loop, pass `layers`. Without `layers`, vectors run along all axes but the output axis, except for
-  Flax's attention projections, which are known by name. A bias is one vector. Give leaves
-  that should not be permuted, such as those of BatchNorm, to another optimizer by
+  A weight vector holds the weights that lead into one output, in each layer and expert. Weight
+  vectors run along the fan-in, which :func:`make_train_step` reads from its trace of the loss. In
+  your own loop, pass `layers`. Without `layers`, vectors run along all axes but the output axis,
+  except for Flax's attention projections, which are known by name. A bias is one vector. Give
+  leaves that should not be permuted, such as the leaves of BatchNorm, to another optimizer by
   ``optax.partition``. A gradient entry that is not finite leaves its momentum unchanged.
 
   Args:
     alpha: how far a weight may move in one step, as a share of its vector's range, before the
       schedule. Raising it makes larger steps.
-    lamda: the size of a subset as a share of its vector, before the schedule. Raising it finds
-      more moves and costs more; at 1 there is a single subset. ``"exact"`` only.
+    lamda: the size of the random subsets within which weights move, as a share of the vector,
+      before the schedule. Raising it finds more moves and costs more; at 1 there is a single
+      subset. ``"exact"`` only.
     beta1: factor of alpha at the start of each step, at most 1.
     beta2: factor of lamda at the start of each step.
     alpha_min: lower bound of alpha.
     lamda_max: upper bound of lamda.
-    momentum_lr: weight of the gradient in the momentum. Only the size of the weighted gradient
-      relative to the momentum has an effect.
+    momentum_lr: factor of the gradient in the momentum. A step depends only on signs and ratios of
+      momenta, so a constant factor has no effect.
     momentum: the decay of the momentum. Raising it averages gradients over more steps.
-    partition_size_min: the least size of a subset. Static.
+    partition_size_min: the smallest size of a subset. Static.
     include_partition_remainder: whether the last, smaller subset of a vector takes part.
     method: ``"exact"``, ``"pairs"`` or ``"rank"``, as described at the top.
     backend: where ``"exact"`` runs. ``"auto"``: on the host if JAX runs on one CPU device and numba
-      is installed, else on the device. The host kernel gathers sharded leaves on one device.
+      is installed, else on the device. The host gathers leaves that are sharded over devices.
     key: a key of ``jax.random.key`` or a seed. Not needed for ``"rank"``, nor if lamda is 1 in
-      every step, as with `lamda` and `lamda_max` 1 and `beta2` at least 1.
+      every step: `lamda` and `lamda_max` are 1, and `beta2` is at least 1.
     layout: where a kernel has its output axis, as in :func:`centralize`.
     layers: the axes of layers, fan-in and outputs, as in :func:`centralize`.
 
   Returns:
     An :class:`optax.GradientTransformationExtraArgs` that needs `params`. Its updates have the
-    wider of the dtypes of params and gradients. The extra argument `partitions` replays recorded
-    shuffles: a tree like the params of int32 (n, vectors), the shuffled positions of each vector.
+    wider of the dtypes of params and gradients. The extra argument `partitions` of ``update``
+    replays recorded shuffles: a tree like the params, whose int32 leaves (n, vectors) have the
+    shuffled positions of each vector.
 
   Raises:
     ValueError: the key is missing; in ``init`` outside of ``jit``: weights are not finite.
@@ -170,10 +176,11 @@ def sgperm(
     Qiu, Suda, `Permute to Train <https://arxiv.org/abs/2003.02570>`_, 2020.
 
   .. note::
-    SGPerm.py orders equal recommendations by an unstable sort, and draws subsets for each vector.
-    This function reverses a stable sort, and shuffles the ranks of the weights, equal weights by
-    position, once for all vectors of the same length. It permutes leaves of any rank. Inside
-    ``shard_map`` leaves must be whole, since a permutation has the indices of whole leaves.
+    SGPerm.py orders equal recommendations by an unstable sort; `sgperm` reverses a stable sort.
+    SGPerm.py draws subsets for each vector; `sgperm` shuffles ranks of weights (equal weights are
+    ranked by position), once for all vectors of the same length. Leaves may have any number of
+    axes. Inside ``shard_map`` leaves must be whole, since a permutation has the indices of whole
+    leaves.
   """
   _checks.check_number("alpha", alpha, minimum=0.0)
   _checks.check_number("lamda", lamda, positive=True, maximum=1.0)
@@ -212,7 +219,7 @@ def sgperm(
 
 @dataclasses.dataclass(frozen=True)
 class _Sgperm:
-  """The functions `init` and `step` of :func:`sgperm`; its checked arguments are the fields."""
+  """The functions `init` and `step` of :func:`sgperm`; the fields are its checked arguments."""
 
   layouts: _weight_vectors.Layouts
   schedules: _schedules.Schedules
@@ -277,10 +284,7 @@ class _Sgperm:
   def _new_momentum(
     self, updates: optax.Updates, momentum: optax.Updates
   ) -> tuple[optax.Updates, _types.BoolScalar]:
-    """Returns the new momentum, and whether a gradient entry was not finite.
-
-    Entries whose gradient or new momentum is not finite keep their old momentum.
-    """
+    """Returns the new momentum (the old one where not finite); whether a gradient is not finite."""
 
     def add(g: jax.Array, m: jax.Array) -> jax.Array:
       new = (self.momentum_lr * g.astype(m.dtype) + self.momentum * m).astype(m.dtype)
@@ -298,7 +302,7 @@ class _Sgperm:
   ) -> list[Sequence[jax.Array]]:
     """Returns the new weights, permutation and, with ``method="rank"``, ranks of each leaf.
 
-    `weights` has these arrays before the step; `fixed` has the momentum, and `partitions` if given.
+    `weights` has these arrays before the step; `fixed` has the momentum and `partitions`, if given.
     """
     count, key, unranked = args
     bits = self._random_bits(count, key, layouts)
@@ -313,7 +317,7 @@ class _Sgperm:
     def rank(
       values: jax.Array, entries: jax.Array, ranks: jax.Array, momentum: jax.Array
     ) -> list[jax.Array]:
-      # `ranks` are of no use before the first step, or if `layers` have changed the weight vectors.
+      # `ranks` are not valid before the first step, or if `layers` have changed the weight vectors.
       order = jax.lax.cond(
         unranked, lambda: _sorting.argsort(values), lambda: _sorting.inverse(ranks)
       )
@@ -323,8 +327,8 @@ class _Sgperm:
     def exact(
       values: jax.Array, entries: jax.Array, momentum: jax.Array, *partitions: jax.Array
     ) -> list[jax.Array]:
-      # The axis of leaves moves behind the axes of outputs before all are merged into columns, so
-      # that a sharded axis of outputs stays sharded.
+      # Moves the axis along which leaves are stacked after the output axes before all are merged
+      # into columns, so that a sharded output axis stays sharded.
       shape = jnp.moveaxis(values, 1, -1).shape
 
       def columns(x: jax.Array) -> jax.Array:
@@ -351,7 +355,7 @@ class _Sgperm:
   def _random_bits(
     self, count: jax.Array, key: jax.Array, layouts: Sequence[_weight_vectors.Layout]
   ) -> jax.Array:
-    """Returns random words for this step, which all leaves share."""
+    """Returns random numbers (uint32) for this step, which all leaves share."""
     drawn = [lay.length for lay in layouts if self.method == "exact" and self._draws(lay.length)]
     most = _pairs_and_ranks.ROUNDS if self.method == "pairs" else max(drawn, default=0)
     step_key = jax.random.wrap_key_data(key, impl=jax.random.key_impl(self.key))
@@ -369,7 +373,7 @@ class _Sgperm:
     momentum: jax.Array,
     order: jax.Array | None = None,
   ) -> _host_search.Work:
-    """Returns the inputs of an exact step on columns; `bits` shuffle them if `order` is None."""
+    """Returns the inputs of an exact step; random `bits` shuffle the entries if `order` is None."""
     n = len(values)
     if order is None:
       order = _sorting.argsort(bits[:n]) if self._draws(n) else jnp.arange(n, dtype=jnp.int32)
@@ -381,13 +385,12 @@ class _Sgperm:
     """Returns whether the exact step runs on the host."""
     if self.backend != "auto":
       return self.backend == "host"
-    # On a CPU the host kernel is faster, but with several devices it would gather sharded leaves.
+    # On a CPU the host search is faster, but with several devices it would gather sharded leaves.
     alone = jax.default_backend() == "cpu" and jax.device_count() == 1
     return alone and _host_search.have_numba()
 
 
-# `jit` and `sharded_like` put the results on the mesh of the weights. Outside of `jit`, the results
-# of a callback would not be on this mesh.
+# Without `jit` and `sharded_like`, the results of a callback would not be on the weights' mesh.
 @functools.partial(jax.jit, static_argnums=1)
 def _called_back(works: list[_host_search.Work], remainder: bool) -> list[jax.Array]:
   shapes = [jax.ShapeDtypeStruct(work.weights.shape, jnp.int32) for work in works]
@@ -400,10 +403,7 @@ def _called_back(works: list[_host_search.Work], remainder: bool) -> list[jax.Ar
 
 
 def _permute_on_host(works: list[_host_search.Work], *, remainder: bool) -> list[np.ndarray]:
-  """Makes the exact step of each leaf; returns each position's source of its weight.
-
-  ``vmap`` may have put axes in front of the axes (n, vectors).
-  """
+  """Returns `_host_search.permute` of each leaf; ``vmap`` may put axes before (n, vectors)."""
   results = []
   for work in works:
     arrays = jax.tree.map(np.asarray, work)
@@ -420,10 +420,7 @@ def _orders_to_replay(
   updates: optax.Updates,
   layouts: list[_weight_vectors.Layout],
 ) -> list[list[jax.Array]]:
-  """Returns a list of one list: the arrays of `partitions`, in the leaves' shapes.
-
-  Returns an empty list if `partitions` is None.
-  """
+  """Returns a list of one list, the leaves of `partitions` in the params' shapes, or no list."""
   if partitions is None:
     return []
   structure: _types.TreeDef = jax.tree.structure(updates)

@@ -8,17 +8,17 @@ distinct, so the sort is stable:
   b                    the bits that an index of n entries needs: 2 for n = 4
   digit << b | index   what is sorted; the 32 - b bits above the index are the digit
 
-1. Floats become integers of the same order. The sign bit is set in positive ones, and all bits are
-   inverted in negative ones.
+1. Floats become integers of the same order. The sign bit of positive floats is set, and all bits of
+   negative floats are inverted.
 2. The entries are sorted by the leading digit. After that, only entries of equal digits can be out
-   of order, whose keys differ in the last b bits. Most digits occur once.
+   of order, since their keys differ in the last b bits. Most digits occur once.
 3. In a few rounds, neighbours of equal digits that are out of order change places.
-4. If entries are still out of order, as if many keys nearly agree, they are sorted again from
-   scratch: by the last digit, then by the one before it, and so on. As each sort keeps the order of
-   equal digits, all entries are in order after the last sort (a radix sort).
+4. If entries are still out of order, because many keys nearly agree, all entries are sorted from
+   scratch by a radix sort: by the last digit, then by the digit before it, and so on. Each sort
+   keeps the order of equal digits, so all entries are in order after the last sort.
 
-An example with n = 4, so with 2 bits for the index and digits of 30 bits. The first two numbers
-differ in the last bit only:
+An example with n = 4: an index needs 2 bits, so digits have 30 bits. The first two numbers differ
+in the last bit only:
 
   >>> x = jnp.array([1.0000001, 1.0, -2.0, 0.5])
   >>> keys = _sortable(x)
@@ -28,15 +28,15 @@ differ in the last bit only:
   >>> index.tolist()
   [2, 3, 0, 1]
 
-The entries 0 and 1 have the same digit and stayed in the order of their indices. A round of
-exchanges compares their whole keys:
+Entries 0 and 1 have the same digit, so they are in the order of their indices. A round of exchanges
+compares the whole keys:
 
   >>> index, in_order = _exchange(digits, gather(keys, index), index)
   >>> index.tolist(), bool(in_order)
   ([2, 3, 1, 0], True)
 
-Entries of groups are sorted by the number of the group first. It is a second word, `high`, in front
-of the key, which then has up to 64 bits. Here group 0 comes first, then each group's smaller float:
+To sort entries by group first, the group's number is a second word, `high`, in front of the key,
+which then has up to 64 bits. Here group 0 comes first, and in each group the smaller float:
 
   >>> argsort(x, jnp.array([1, 0, 0, 1], jnp.uint32), high_bits=1).tolist()
   [2, 1, 3, 0]
@@ -45,8 +45,8 @@ of the key, which then has up to 64 bits. Here group 0 comes first, then each gr
 import jax
 import jax.numpy as jnp
 
-# For arrays with fewer entries than this, `jax.lax.sort` takes less than a tenth of a millisecond,
-# while the sorts of this module take half a second to compile.
+# Smaller arrays are sorted by `jax.lax.sort`, in less than a tenth of a millisecond, since the
+# sorts of this module take half a second to compile.
 _FEW_ENTRIES = 512
 # The most rounds of exchanges: more rounds take longer than a sort from scratch.
 _EXCHANGES = 8
@@ -60,7 +60,7 @@ def argsort(x: jax.Array, high: jax.Array | None = None, high_bits: int = 0) -> 
   """
   index_bits = _index_bits(x)
   digit_bits = 32 - index_bits
-  # Keys of float64, and all keys if digits are short, have too many digits.
+  # Keys of float64, or short digits, would need too many sorts by digits.
   if x.size < _FEW_ENTRIES or x.dtype == jnp.float64 or digit_bits < 11:
     rows = jax.lax.broadcasted_iota(jnp.int32, x.shape, 0)
     key_words = [x] if high is None else [high, x]
@@ -89,20 +89,14 @@ def _index_bits(x: jax.Array) -> int:
 
 
 def _sortable(x: jax.Array) -> jax.Array:
-  """Returns uint32 numbers in the order of the floats `x`, which have at most 32 bits and no NaN.
-
-  Both zeros give the same number.
-  """
+  """Returns uint32 numbers that sort like the floats `x`, of at most 32 bits; -0 counts as 0."""
   single = x.astype(jnp.float32)
   bits = jax.lax.bitcast_convert_type(jnp.where(single == 0, 0, single), jnp.uint32)
   return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
 
 
 def _bits(low: jax.Array, high: jax.Array | None, start: int, number: int) -> jax.Array:
-  """Returns the `number` bits from bit `start` on of keys with the words `high` and `low`.
-
-  Bit 0 is the least significant bit of `low`.
-  """
+  """Returns `number` bits from bit `start` on of the keys whose words are `high` and `low`."""
   bits = low >> start if start < 32 else jnp.zeros_like(low)
   if high is not None and start + number > 32:
     bits |= high << (32 - start) if start < 32 else high >> (start - 32)
@@ -120,8 +114,8 @@ def _sort_by_digit(digits: jax.Array, index_bits: int) -> tuple[jax.Array, jax.A
 def _exchange(digits: jax.Array, keys: jax.Array, index: jax.Array) -> tuple[jax.Array, jax.Array]:
   """Exchanges neighbours of equal digits whose keys are out of order, for some rounds.
 
-  Returns the new index, and whether all keys are in order. Each round compares the pairs that start
-  in an even row, or those that start in an odd one, so no entry is in two pairs.
+  Returns the new index, and whether all keys are in order. Rounds compare pairs that start in even
+  rows and pairs that start in odd rows by turns, so no entry is in two pairs.
   """
   rows = jax.lax.broadcasted_iota(jnp.int32, keys.shape, 0)
   same_digit = (digits == jnp.roll(digits, -1, 0)) & (rows < len(keys) - 1)
@@ -149,7 +143,7 @@ def _exchange(digits: jax.Array, keys: jax.Array, index: jax.Array) -> tuple[jax
 
 
 def within_groups(group: jax.Array, x: jax.Array) -> jax.Array:
-  """Returns `x`, int32 from 0 to n - 1, sorted along axis 0 by group, within a group by value."""
+  """Returns `x`, int32 from 0 to n - 1, sorted along axis 0 by group, and by value in a group."""
   bits = _index_bits(x)
   if 2 * bits > 32:
     return jax.lax.sort((group, x), dimension=0, num_keys=2)[1]
@@ -159,14 +153,14 @@ def within_groups(group: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def gather(x: jax.Array, index: jax.Array) -> jax.Array:
-  """Reads ``x[index[i, j], j]``; all indices must be in bounds."""
+  """Returns ``x[index[i, j], j]`` for all i and j; all indices must be in bounds."""
   return jnp.take_along_axis(x, index, axis=0, mode="promise_in_bounds")
 
 
 def scatter(x: jax.Array, index: jax.Array, values: jax.Array) -> jax.Array:
-  """Writes ``x[index[i, j], j] = values[i, j]``; indices out of bounds are dropped."""
+  """Returns `x` with ``x[index[i, j], j] = values[i, j]``; drops indices out of bounds."""
   vectors = tuple(range(1, x.ndim))
-  # `jax.vmap` of a scatter would give the same result, but transpose x twice.
+  # `jax.vmap` of a scatter would give the same result, but would transpose x twice.
   dimensions = jax.lax.ScatterDimensionNumbers(
     update_window_dims=(),
     inserted_window_dims=(0,),

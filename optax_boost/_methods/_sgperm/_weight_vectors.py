@@ -1,4 +1,4 @@
-"""Cuts leaves into weight vectors: one column per output, with the weights that lead to it."""
+"""Cuts leaves into weight vectors, columns of the weights that lead into one output."""
 
 import dataclasses
 import math
@@ -26,12 +26,12 @@ from optax_boost._trace import _layer_axes
 class Layout:
   """Describes how a leaf is cut into weight vectors."""
 
-  # The path of the leaf. Layouts that differ only in the path are equal, so their leaves share a
+  # The path of the leaf. Equality ignores the path, so that leaves of equal layouts share a
   # compiled program.
   name: str = dataclasses.field(compare=False)
   shape: tuple[int, ...]
   fan_in: tuple[int, ...]  # the axes that run along a weight vector
-  excluded: bool = False  # by the argument `exclude`: not permuted
+  excluded: bool = False  # whether the argument `exclude` selects the leaf
 
   @property
   def axes(self) -> tuple[int, ...]:
@@ -50,7 +50,7 @@ class Layout:
 
   @property
   def movable(self) -> bool:
-    """Returns whether the leaf is permuted: not excluded, with vectors of several weights."""
+    """Returns whether the leaf is permuted: not excluded, and several weights in a vector."""
     return self.length > 1 and self.vectors > 0 and not self.excluded
 
   def fan_in_first(self, x: jax.Array) -> jax.Array:
@@ -68,7 +68,7 @@ class Layout:
 
 
 class Layouts:
-  """Finds the layout of each leaf of a tree from `layout`, `layers` and `exclude` of a factory."""
+  """Finds the layouts of a tree's leaves from the arguments of `sgperm` or `laperm`."""
 
   def __init__(
     self,
@@ -95,7 +95,7 @@ class Layouts:
     self._layouts = _trees.once_per_tree(layouts)
 
   def for_init(self, params: optax.Params) -> list[Layout]:
-    """Returns the layouts of all leaves in ``init``; in ``update`` they may have other fan-in axes.
+    """Returns the layouts of all leaves in ``init``, where `layers` of ``update`` are not known.
 
     Raises ValueError if permuted weights are not finite; traced weights are not checked.
     """
@@ -112,9 +112,9 @@ class Layouts:
   def for_update(
     self, permuted_params: optax.Params, params: optax.Params, layers: _types.Unchecked
   ) -> list[Layout]:
-    """Returns the layouts of all leaves in ``update``; `layers` is its extra argument.
+    """Returns the layouts of all leaves in ``update``, for its extra argument `layers`.
 
-    Raises ValueError if `permuted_params`, from the state, have other shapes than `params`.
+    Raises ValueError if the state's `permuted_params` have other shapes than `params`.
     """
     layer_axes = _layer_arguments.choose_layers(self._layers, layers)
     layouts: list[Layout] = self._layouts(params, layer_axes)
@@ -125,15 +125,15 @@ class Layouts:
 
 
 def _finite(x: jax.Array) -> bool:
-  # Evaluates now. Inside a trace the result would otherwise be a tracer, although `x` is known.
+  # Otherwise the result would be a tracer inside a trace, although `x` is known.
   with jax.ensure_compile_time_eval():
     return bool(_largest_is_finite(x))
 
 
 @jax.jit
 def _largest_is_finite(x: jax.Array) -> jax.Array:
-  # All entries are finite if the largest magnitude is. On a CPU this compiles three times as fast
-  # as `jnp.all` over all entries.
+  # All entries are finite if the largest magnitude is finite. On a CPU this compiles three times as
+  # fast as `jnp.all` over all entries.
   return _finiteness.finite_entries(jnp.max(jnp.abs(x), initial=0))
 
 
@@ -141,7 +141,7 @@ def identity(x: jax.Array | jax.ShapeDtypeStruct) -> jax.Array | jax.ShapeDtypeS
   """Returns the identity as a permutation: each entry's index in the raveled leaf, int32."""
   if isinstance(x, jax.ShapeDtypeStruct):
     return x.update(dtype=jnp.int32)
-  # `jax.jit` drops an argument without entries, so the result would lose the mesh of `x`.
+  # `jax.jit` drops an empty argument, so the result of `_entries` would lose the mesh of `x`.
   return _entries(x) if x.size else jnp.zeros_like(x, dtype=jnp.int32)
 
 
