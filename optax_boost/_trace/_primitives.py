@@ -1,9 +1,8 @@
-"""The primitives that the analyses know: a table with one entry for each primitive.
+"""The primitives that the analyses know: a table with one :class:`Rule` for each primitive.
 
-A :class:`Rule` says how a primitive carries the axes of leaves from its operands to its results. To
-teach the analyses a primitive, add its name to :data:`RULES`, with the rule of a similar primitive,
-such as ``POINTWISE``, or with a new rule. Primitives that hold a program (``scan``, ``cond``,
-``jit``, ...) need no entry, since ``_jaxpr.Interpreter`` enters them.
+To teach the analyses a primitive, add its name to :data:`RULES`, with the rule of a similar
+primitive, such as ``POINTWISE``, or with a new rule. Primitives that hold a program (``scan``,
+``cond``, ``jit``, ...) need no entry, since ``_jaxpr.Interpreter`` enters them.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,8 +20,7 @@ class Product(NamedTuple):
     contracted: for each operand, the dimensions that are summed over.
     batch: for each operand, the dimensions along which each slice is multiplied with one slice of
       the other operand.
-    sources: for each dimension of the result, the pairs of an operand and its dimension that run
-      along it.
+    sources: for each dimension of the result, pairs (operand, dimension of the operand along it).
     window: the dimensions of the second operand along which a convolution slides.
     groups: the number of groups of a convolution's outputs; each group has separate inputs.
   """
@@ -34,7 +32,7 @@ class Product(NamedTuple):
   groups: int = 1
 
 
-# For each of the two operands of a product, some of its dimensions.
+# Some dimensions of the first operand of a product, and some of the second.
 _Dims: TypeAlias = tuple[Sequence[int], Sequence[int]]
 
 
@@ -43,13 +41,13 @@ class Rule(NamedTuple):
 
   Attributes:
     move: ``move(equation, operand, axis_map, shape, by_data)`` makes the axis map of a result with
-      this shape from the map of an operand. It returns None if the result does not hold the
-      operand's entries. `by_data` tells whether data chose the indices of a lookup. The rule has no
-      `move` if no result of the primitive holds an operand's entries.
-    is_entrywise: whether each entry of an operand goes to one entry of a result, or to none. A leaf
+      this shape from the map of an operand, or returns None if the result does not hold the
+      operand's entries. `by_data` tells whether data chose the indices of a lookup. `move` is None
+      if no result of the primitive holds an operand's entries.
+    is_entrywise: whether each entry of an operand goes to at most one entry of a result. A leaf
       that meets data in such a primitive has no fan-in there.
-    is_pointwise: whether the operands also are scalars or have the result's shape, and each entry
-      of the result depends on the entries at its index alone.
+    is_pointwise: whether each operand is a scalar or has the result's shape, and each entry of the
+      result depends only on the operands' entries at its index.
     is_lookup: whether the operands after the first are indices into the first.
     is_identity: whether each result is the operand in the same position.
     product: ``product(equation)`` returns the roles of a product's dimensions; None for other
@@ -214,15 +212,15 @@ def _product_rule(product: Callable[[_types.Equation], Product]) -> Rule:
 
 # Each entry of a result is computed from the operands' entries at its index, and from scalars.
 POINTWISE = Rule(_stretch, is_entrywise=True, is_pointwise=True)
-# The primitive moves entries to other indices or devices, or combines entries of several devices. A
-# primitive that mixes the entries along an axis and keeps the axis, such as `cumsum`, has no rule,
-# so the axes of the leaves that enter the primitive are unknown.
+# The primitive moves entries to other indices or devices, or combines entries of several devices.
+# `cumsum`, which mixes entries along an axis, is not entrywise and has no rule, so the axes of
+# leaves that enter it are unknown.
 ENTRYWISE = Rule(_resize, is_entrywise=True)
 # Each result equals an operand; the primitive is a hint to the compiler.
 IDENTITY = Rule(_resize, is_entrywise=True, is_identity=True)
 # A result holds some entries of one operand, or all entries of several operands.
 PART = Rule(_resize, is_entrywise=True)
-# The entries of one operand replace entries of another operand; further operands are the indices.
+# The entries of one operand replace, or are added to, entries of another operand.
 UPDATE = Rule(None, is_entrywise=True)
 REDUCTION = Rule(_drop("axes"))
 
@@ -281,7 +279,6 @@ _UNKNOWN = Rule(None)
 
 
 def is_known(equation: _types.Equation) -> bool:
-  """Returns whether there is a rule for an equation's primitive."""
   return equation.primitive.name in RULES
 
 
@@ -299,10 +296,7 @@ def product_of(equation: _types.Equation) -> Product | None:
 def move(
   equation: _types.Equation, operand: int, axis_map: AxisMap, result: int, by_data: bool = False
 ) -> AxisMap | None:
-  """Returns the axis map of an equation's result, made from the axis map of an operand.
-
-  Returns None if the result has no axis map.
-  """
+  """Makes the axis map of an equation's result from that of an operand; None if it has none."""
   moved_by = rule_of(equation).move
   if moved_by is None:
     return None
