@@ -28,8 +28,7 @@ from optax_boost._foundation import _checks, _paths, _patterns, _types
 # A train step is compiled for each length.
 _MOST_LENGTHS = 5
 _FIRST_SHARE = 8
-# How a leaf of a batch is cut: along an axis, along both axes of a mask of pairs of tokens, or as a
-# word says; the docstring of `cut_sequences` explains the words.
+# How a leaf of a batch is cut; the docstring of `cut_sequences` explains the values.
 LeafAxes: TypeAlias = int | tuple[int, int] | Literal["positions", "repeat", "keep"]
 _WORDS = ("positions", "repeat", "keep")
 # How far a sum of probabilities in bfloat16 may be from 1.
@@ -102,8 +101,8 @@ def sequence_length_warmup(
 
   With ``growth="linear"``, a length :math:`l_i` begins at the share
   :math:`(l_i - l_1) / (L - l_1)` of the warm-up, when a length that grows linearly from :math:`l_1`
-  to :math:`L` would reach :math:`l_i`. With ``"doubling"``, the length that is compared grows
-  exponentially, so each doubling takes equally many steps.
+  to :math:`L` would reach :math:`l_i`. With ``"doubling"``, such a length grows exponentially, so
+  each doubling takes equally many steps.
 
   Args:
     full_length: the full sequence length L: the number of tokens of a sequence that a loss
@@ -176,15 +175,14 @@ def cut_sequences(
 
   By default each leaf is cut along axis 1, if this axis has L or L + 1 entries and no later axis
   has; every other leaf must be named in `axes`. All tokens are kept. Windows of one sequence lie
-  side by side, so a batch that is sharded over its sequences stays so, without communication. A
-  leaf of L + 1 tokens, from which a loss takes inputs and targets, is cut into windows of `length`
-  + 1 tokens that overlap by one.
+  side by side, so a batch that is sharded over its sequences stays so, without communication. If
+  leaves have L + 1 tokens, from which a loss takes inputs and targets, the windows have one token
+  more than `length`, and overlap by one.
 
   Args:
     batch: a tree of NumPy or JAX arrays, with B sequences along axis 0. The arrays may be traced.
       Cut stacked micro-batches with ``jax.vmap``.
-    length: the length of the windows in tokens, a divisor of L; static. If it is L, the batch is
-      returned unchanged.
+    length: the length of the windows in tokens, a divisor of L; static. L leaves the batch as is.
     full_length: L, the sequence length in tokens; static.
     axes: how to cut leaves: a dict from regular expressions, which match whole segments of the
       leaves' paths, to one of these values. A number is the axis of L or L + 1 entries. Two numbers
@@ -302,7 +300,6 @@ def _treatment(
 
 
 def _cut_axes(how: LeafAxes) -> tuple[int, ...]:
-  """Returns the axes along which a leaf is cut."""
   if isinstance(how, str):
     return (1,) if how == "positions" else ()
   return how if isinstance(how, tuple) else (how,)

@@ -80,10 +80,7 @@ def _for_tokens(total_steps: int, full_length: int) -> _config.Blocks:
 
 
 def warmup_fraction(level: str, tables: list[str] | None) -> tuple[float, str]:
-  """Returns the share of the steps before sequences are full, and the reason in words.
-
-  `tables` are the paths of tables of learned positions, or None if the loss was not traced.
-  """
+  """Returns the share of steps before sequences are full, and why; `tables` is None if unknown."""
   if level != "O2":
     return _WARMUP_FRACTION, ""
   if tables is None:

@@ -28,7 +28,7 @@ class _Result(NamedTuple):
   index_error: str
 
   def is_sound(self, like: "_Result | None" = None) -> bool:
-    """Returns whether the value is finite and no index out of bounds, unless one of `like` is."""
+    """Returns whether the value is finite, and no index out of bounds unless one in `like` is."""
     in_bounds = not self.index_error or (like is not None and bool(like.index_error))
     return math.isfinite(self.value) and in_bounds
 
@@ -42,8 +42,8 @@ def check_first_windows(
 ) -> bool:
   """Raises ValueError if the loss of the first windows isn't sound; False if it was not computed.
 
-  Cuts only the batch: the loss's first argument after the params and a Flax model's state. If only
-  in windows an index is out of bounds, that is an error if restarting positions at 0 avoids it.
+  Cuts only the batch: the loss's first argument after the params and a Flax model's state. If an
+  index is out of bounds in windows only, it is an error only if restarting positions at 0 helps.
   """
   number = int(_losses.is_stateful(loss_fn))
   leaves = jax.tree.leaves((params, args))

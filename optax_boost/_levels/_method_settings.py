@@ -13,10 +13,7 @@ from optax_boost._wrappers import _freezing
 
 
 def schedule(param_groups: int, freeze_type: int = 1, freeze_p: float = 1.0, **ours: Any) -> Any:
-  """Makes a level's freezing schedule from `ours`, or else MindSpore's.
-
-  `freeze_p` is the share of the steps in which MindSpore's schedule freezes no layers.
-  """
+  """Makes our freezing schedule, or MindSpore's, whose share of unfrozen steps is `freeze_p`."""
   depths = {"max_depths": max(param_groups, 2)}  # MindSpore has a depth for each group
   if ours:
     return _freezing.progressive_freezing(param_groups, **ours, **depths, anneal=False)

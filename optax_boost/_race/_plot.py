@@ -54,10 +54,7 @@ def draw(result: Any, quantities: Sequence[str], against: Mapping[str, str]) -> 
 
 
 def _ends(result: Any, compared: Sequence[str], budget: str) -> dict[float, str]:
-  """Returns the totals at which each method is compared with the baseline.
-
-  The value of each total is the name of the curve, of these two, that ends there.
-  """
+  """Returns, by the total at which a comparison is made, the name of the curve that ends there."""
   ends = {}
   for name in compared:
     at = result.budget(name, budget)

@@ -4,8 +4,7 @@ For m comparisons whose p-values are p_1 <= ... <= p_m, Holm's method corrects t
 
   q_i = max over j <= i of min(1, (m - j + 1) p_j)
 
-If each difference with q_i <= 0.05 is called real, the probability of one or more false calls is at
-most 0.05, however the comparisons depend on each other.
+however the comparisons depend on each other; :meth:`RaceResult.p_values` says what q_i tells.
 
 Source: Holm, "A simple sequentially rejective multiple test procedure", 1979.
 """
@@ -358,10 +357,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def _interpolate(x: np.ndarray, y: np.ndarray, at: float) -> float:
-  """Returns the value at `at` of the curve through the finite points (x, y), where `x` ascends.
-
-  Returns nan outside of the curve.
-  """
+  """Interpolates the finite points (x, y), where `x` ascends, at `at`; nan outside of the curve."""
   finite = np.isfinite(x) & np.isfinite(y)
   x, y = x[finite], y[finite]
   if not x.size or not x[0] * (1 - _ROUNDING) <= at <= x[-1] * (1 + _ROUNDING):

@@ -1,7 +1,4 @@
-"""Trains the methods of a race: counts gradients, then times steps, then trains other seeds.
-
-A *block* is the steps between two neighbouring points of a curve.
-"""
+"""Trains the methods of a race: counts gradients, then times steps, then trains other seeds."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 import dataclasses
@@ -54,14 +51,13 @@ class Problem:
 
   @property
   def blocks(self) -> list[int]:
-    """The number of steps in each block."""
+    """The number of steps in each block, from one point of the curves to the next."""
     every = -(-self.steps // self.points)
     return [every] * ((self.steps - 1) // every) + [(self.steps - 1) % every + 1]
 
   def train_step(
     self, loss_fn: _types.LossFn, tx: optax.GradientTransformation
   ) -> _train_step.TrainStep:
-    """Returns the train step of a method with the transformation `tx`."""
     return _train_step.make_train_step(
       loss_fn, tx, has_model_state=self.has_model_state, full_grad_fn=self.full_grad_fn
     )

@@ -2,8 +2,9 @@
 
 A leaf of which some layers are frozen enters the program as a *split array*: the leaf is cut along
 the axis of the layers, and the frozen parts have passed ``stop_gradient``. A scan that slices the
-leaf is computed as one scan for each part. JAX leaves out the backward pass of a scan that no
-trained param enters, also not by constants or the carry, so the other gradients stay the same.
+leaf is computed as one scan for each part, and JAX leaves out the backward pass of a scan that no
+trained param enters, also not by constants or the carry. An equation that can't be computed part by
+part gets the concatenated leaf.
 """
 
 from collections.abc import Sequence
@@ -53,21 +54,14 @@ def split_frozen(stopped: jax.Array, leaf: jax.Array, frozen: bool | np.ndarray)
 
 
 def evaluate(program: _types.Jaxpr, arguments: Sequence[_Splittable]) -> list[jax.Array]:
-  """Computes the results of a program of which some arguments may be split arrays.
-
-  An equation that can be computed part by part returns a split array. Other equations get
-  concatenated arrays.
-  """
+  """Computes the results of a program; some of the arguments may be split arrays."""
   if not any(isinstance(argument, _SplitArray) for argument in arguments):
     return jax_core.jaxpr_as_fun(program)(*arguments)
   return _concatenate_all(_SplitScans().run(program, arguments), program.jaxpr.outvars)
 
 
 def _split(value: _Splittable, axis: int, bounds: Sequence[int]) -> tuple[jax.Array, ...]:
-  """Cuts an array or a split array along an axis at `bounds`, which include both ends.
-
-  If the array is split along this axis already, `bounds` include its bounds.
-  """
+  """Cuts a value along an axis at `bounds`, which include both ends and the value's own bounds."""
   if isinstance(value, _SplitArray) and value.axis == axis:
     return tuple(
       part

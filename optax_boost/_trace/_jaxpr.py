@@ -106,7 +106,7 @@ class Interpreter(Generic[_Value]):
     """Runs a loop's body until joining its carries changes nothing; returns the last results."""
     while True:
       outputs = body(inputs)
-      # The results of the body begin with the carries, so `zip` stops after the carries.
+      # The body's results begin with the carries, so `zip` stops after these.
       joined = list(map(self.join, zip(inputs[carry], outputs, strict=False)))
       if joined == inputs[carry]:
         return outputs
@@ -177,7 +177,6 @@ def scan_operands(equation: _types.Equation) -> tuple[int, int]:
 
 
 def sub_jaxprs(equation: _types.Equation) -> Iterator[_types.Program]:
-  """Yields the programs inside an equation."""
   for setting in equation.params.values():
     for item in setting if isinstance(setting, list | tuple) else [setting]:
       if isinstance(item, jax_core.ClosedJaxpr | jax_core.Jaxpr):

@@ -1,7 +1,4 @@
-"""``layer_axes``: the role of each axis of the params, and the order in which a loss uses them.
-
-The docstring of :func:`layer_axes` explains the roles: fan-in, stacked and outputs.
-"""
+"""``layer_axes`` finds the role of each axis of the params; its docstring explains the roles."""
 
 from collections.abc import Callable, Collection, Sequence
 import dataclasses
@@ -249,9 +246,9 @@ def describe(
 def _by_narrowest_definition(
   analyze: Callable[[DataKind], _leaf_uses.Findings],
 ) -> _leaf_uses.Findings:
-  """Returns the findings by the first definition of data that lets two equations use leaves.
+  """Returns the findings by the first definition of data that is wide enough.
 
-  If there is no such :class:`DataKind`, one equation is enough.
+  It is if leaves meet data in two equations or more; if none is, one equation is enough.
   """
   candidates = []
   for definition in DataKind:

@@ -20,10 +20,7 @@ from optax_boost._trace import _blocks, _flow, _layer_axes, _losses, _traced_lea
 
 
 class LayerSlice(NamedTuple):
-  """Some layers of a leaf: the indices `start` to `stop` - 1 along `axis`.
-
-  ``str`` writes a slice as NumPy does.
-  """
+  """The layers of a leaf with the indices `start` to `stop` - 1 along `axis`."""
 
   path: str
   axis: int
@@ -195,8 +192,7 @@ def even_groups(
 ) -> LayerGroups:
   """Returns `num_groups` groups of a traced loss; groups of layers if there are too few blocks.
 
-  `data` has a flag for each argument after the params: True for data, else None. `described` has
-  the axes of the params.
+  `data` has a flag for each argument after the params: True for data, else None.
   """
   model = _model_of(program, data, described, params)
   try:

@@ -8,10 +8,9 @@ Which values are data is uncertain: a generator's only input is noise, and a los
 batch. So each run of the analysis uses one of four *definitions of data* (:class:`DataKind`).
 
 A kernel may enter a product before it meets data. If the other operand is an input of the kernel (a
-table of learned queries, positions or noise), the result is an activation. If the other operand is
-a kernel, too, as in ``x @ (a @ b)``, the result is a kernel. The later product with data tells
-which: it sums over outputs of the kernel if the result is an activation, but over inputs of the
-first kernel if the result is a product of kernels.
+table of learned queries, positions or noise), the result is an activation, and a later product with
+data sums over outputs of the kernel. If the other operand is a kernel, too, as in ``x @ (a @ b)``,
+the result is a kernel, and a later product with data sums over inputs of the first kernel.
 """
 
 from collections.abc import Iterable, Sequence
@@ -40,10 +39,7 @@ class DataKind(enum.IntEnum):
 
 
 def data_kind(aval: _types.ArrayType, flag: bool | None) -> DataKind | None:
-  """Returns the kind of a loss's argument; `flag` is True for data, None for constants.
-
-  Returns None for a constant with a single entry, which is never data.
-  """
+  """Returns a loss argument's kind, or None if it is never data; `flag` is None for constants."""
   # A key in the batch is noise, since adding noise to weights is not a use of the weights.
   if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
     return DataKind.NOISE
@@ -69,7 +65,6 @@ class Use(NamedTuple):
 
   Attributes:
     leaf: the leaf's index in ``jax.tree.leaves(params)``.
-    kind: what the equation does with the leaf.
     fan_in: the leaf's axes that a product sums over.
     stacked: the leaf's axes along which the leaf holds several layers or experts.
     window: the axes of `fan_in` along which a convolution slides.
@@ -88,7 +83,6 @@ class LayerScan(NamedTuple):
   Attributes:
     axes: for each leaf that the scan slices, a pair of the leaf's number and the sliced axis.
     shared: the leaves that all steps of the scan use.
-    length: the number of steps.
     reverse: whether the scan starts with the last slice.
   """
 
@@ -110,7 +104,6 @@ class Findings(NamedTuple):
     uses: for each equation in which leaves meet data, its uses of leaves; penalties come last.
     early_uses: the uses of kernels in products without data, and of leaves as inputs of kernels.
     expert_uses: the uses of kernels that data has looked up.
-    scans: the scans over layers.
     batch_axes: for each leaf, the axes that run along a batch dimension of products, in which each
       slice of the data has a separate kernel (experts, ``vmap``); also for a leaf in no product,
       such as a bias of these kernels.
@@ -415,10 +408,7 @@ class LeafUses(_jaxpr.Interpreter[Value]):
       self._uses.append(uses)
 
   def _note_generated(self, equation: _types.Equation, inputs: list[Value]) -> list[Value]:
-    """Notes the use of the kernel in a product without data.
-
-    Returns the operands; the kernel's axis maps then have `has_inputs`.
-    """
+    """Notes a kernel's use in a product without data; sets its `has_inputs` in the result."""
     product = _primitives.product_of(equation)
     kernel = None if product is None else self._kernel_of(inputs, product)
     if product is None or kernel is None:
@@ -597,10 +587,7 @@ def _joined_kernels(axis_map: AxisMap, product: _primitives.Product) -> tuple[_A
 def _result_axis_maps(
   equation: _types.Equation, inputs: list[Value], result: int, by_data: bool
 ) -> tuple[AxisMap, ...]:
-  """Returns the axis maps of a result of an equation.
-
-  `by_data` tells whether data chose the result among the entries of the first operand.
-  """
+  """Returns a result's axis maps; `by_data` tells whether data chose entries of operand 0."""
   # A kernel that data has looked up keeps its axis map until the kernel meets other data.
   meets = any(v.data for v in inputs) and not by_data
   stay = _primitives.product_of(equation) is None and all(v.axis_maps or not v.data for v in inputs)

@@ -162,10 +162,7 @@ def _ragged_dot(equation: _types.Equation) -> Product:
 def _matrix_product(
   equation: _types.Equation, contracted: _Dims, batch: _Dims, group_dims: tuple[int, ...] = ()
 ) -> Product:
-  """Returns the roles of the dimensions of a matrix product's two operands.
-
-  Along `group_dims` the second operand holds one kernel for each group of rows.
-  """
+  """Describes a matrix product; along `group_dims`, operand 1 has a kernel per group of rows."""
   pairs = list(zip(*batch, strict=True))
   used = [{*contracted[0], *batch[0]}, {*contracted[1], *batch[1], *group_dims}]
   free = [
@@ -225,16 +222,13 @@ UPDATE = Rule(None, is_entrywise=True)
 REDUCTION = Rule(_drop("axes"))
 
 RULES: dict[str, Rule] = {
-  # Arithmetic.
   **dict.fromkeys(
     ("add", "add_any", "div", "max", "min", "mul", "neg", "rem", "sub", "clamp", "select_n"),
     POINTWISE,
   ),
-  # Casts and copies.
   **dict.fromkeys(
     ("convert_element_type", "copy", "copy_p", "reduce_precision", "stop_gradient"), POINTWISE
   ),
-  # Functions of numbers.
   **dict.fromkeys(
     (
       *("abs", "acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "cbrt", "ceil", "cos"),
@@ -244,15 +238,12 @@ RULES: dict[str, Rule] = {
     ),
     POINTWISE,
   ),
-  # Comparisons and logic.
   **dict.fromkeys(
     ("and", "eq", "ge", "gt", "is_finite", "le", "lt", "ne", "not", "or", "xor"), POINTWISE
   ),
-  # Devices.
   **dict.fromkeys(("optimization_barrier", "pvary", "reshard", "sharding_constraint"), IDENTITY),
   **dict.fromkeys(("all_gather", "pbroadcast", "ppermute"), ENTRYWISE),
   **dict.fromkeys(("pmax", "pmin", "psum", "psum2", "psum_invariant"), ENTRYWISE),
-  # Shapes and indices.
   "rev": ENTRYWISE,
   "tile": Rule(_stretch, is_entrywise=True),
   **dict.fromkeys(("concatenate", "pad", "slice", "split"), PART),
@@ -270,7 +261,6 @@ RULES: dict[str, Rule] = {
     ("reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_prod", "reduce_sum"), REDUCTION
   ),
   "reduce_xor": REDUCTION,
-  # Products.
   "dot_general": _product_rule(_dot_general),
   **dict.fromkeys(("ragged_dot", "ragged_dot_general"), _product_rule(_ragged_dot)),
   "conv_general_dilated": _product_rule(_convolution),

@@ -1,7 +1,4 @@
-"""Series of blocks: modules in a row whose names differ by a number, or the steps of a scan.
-
-:func:`find_series` finds series in a trace; :func:`select` makes the series of a pattern.
-"""
+"""Series of blocks: modules in a row whose names differ by a number, or the steps of a scan."""
 
 import collections
 from collections.abc import Sequence
@@ -163,9 +160,9 @@ def _matched_length(names: Sequence[str], pattern_names: Sequence[str]) -> int |
 
 
 def select(model: _traced_leaves.Model, patterns: str) -> Series:
-  """Returns the series of the blocks that `patterns`, separated by bars, select.
+  """Returns the series that patterns select; raises ValueError for none, or a leaf selected twice.
 
-  Raises ValueError for a pattern that selects nothing, and if a leaf is selected twice.
+  `patterns` is one string, in which bars separate the patterns.
   """
   scan_of = {leaf: scan for scan in model.layer_scans for leaf in scan.axis_of}
   modules: dict[str, list[int]] = {}
