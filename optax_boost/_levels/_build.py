@@ -127,8 +127,8 @@ class AutoBoost:
     """Returns the batch with sequences cut to the length that the level chooses for a step.
 
     Call this method for every batch, at each level, before the train step or in the loader. If the
-    level doesn't cut sequences in this step, it returns the batch unchanged. The counts of
-    :meth:`explain` hold the calls in the same process only.
+    level doesn't cut sequences in this step, the batch is returned unchanged. :meth:`explain`
+    counts the calls in its own process only.
 
     Args:
       batch: a tree of arrays, as for :func:`cut_sequences`.
@@ -149,10 +149,11 @@ class AutoBoost:
     return windows
 
   def later_batches(self, batch: _types.Batch, step: int = 0) -> list[_types.Batch]:
-    """Returns a copy of a batch for each length after that of `step`; ``[]`` if none is cut.
+    """Returns a batch, cut to each length that comes after that of `step`, as a list of batches.
 
     ``train_step.compile_ahead(state, boost.later_batches(batch))`` compiles the programs of these
-    lengths while the first length trains. :meth:`explain` doesn't count these batches.
+    lengths while the first length trains. The list is empty if :meth:`batch` cuts nothing;
+    :meth:`explain` doesn't count these batches.
 
     Args:
       batch: a batch, as for :meth:`batch`; its values don't matter.

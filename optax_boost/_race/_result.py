@@ -4,7 +4,7 @@ For m comparisons whose p-values are p_1 <= ... <= p_m, Holm's method corrects t
 
   q_i = max over j <= i of min(1, (m - j + 1) p_j)
 
-however the comparisons depend on each other; :meth:`RaceResult.p_values` says what q_i tells.
+The correction is valid even if the comparisons depend on each other.
 
 Source: Holm, "A simple sequentially rejective multiple test procedure", 1979.
 """

@@ -59,7 +59,7 @@ class AxisMap(NamedTuple):
     return self._replace(dims=((), *self.dims))
 
   def slice_along(self, dims: Iterable[int], by_data: bool) -> "AxisMap":
-    """Adds the axes along `dims` to a copy's `gathered` if `by_data`, else to its `sliced`."""
+    """Returns a copy whose `gathered` (if `by_data`) or `sliced` includes the axes along `dims`."""
     axes = self.axes(dims)
     if by_data:
       return self._replace(gathered=self.gathered | axes)

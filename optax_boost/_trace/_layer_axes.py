@@ -70,7 +70,7 @@ class LayerAxes:
     return "\n".join(lines)
 
   def explain_unknown(self, paths: Collection[str]) -> str:
-    """Returns, for a warning, which primitives hide the axes of the leaves `paths`; "" if none."""
+    """Returns a warning about primitives that hide the axes of the leaves `paths`; "" if none."""
     hidden = {
       path: primitives
       for path, primitives in zip(self.paths, self.unknown_primitives, strict=True)
@@ -248,7 +248,7 @@ def _by_narrowest_definition(
 ) -> _leaf_uses.Findings:
   """Returns the findings by the first definition of data that is wide enough.
 
-  It is if leaves meet data in two equations or more; if none is, one equation is enough.
+  It is wide enough if leaves meet data in two equations; if none is, one equation is enough.
   """
   candidates = []
   for definition in DataKind:

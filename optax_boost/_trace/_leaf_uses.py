@@ -408,7 +408,10 @@ class LeafUses(_jaxpr.Interpreter[Value]):
       self._uses.append(uses)
 
   def _note_generated(self, equation: _types.Equation, inputs: list[Value]) -> list[Value]:
-    """Notes a kernel's use in a product without data; sets its `has_inputs` in the result."""
+    """Notes a kernel's use in a product without data.
+
+    Returns the operands, in which the axis maps of the kernel have `has_inputs` set.
+    """
     product = _primitives.product_of(equation)
     kernel = None if product is None else self._kernel_of(inputs, product)
     if product is None or kernel is None:

@@ -19,7 +19,7 @@ class Part(NamedTuple):
     return 1 if self.scan is None else self.scan.length
 
   def numbers(self, first: int) -> list[int]:
-    """Returns the block's number for each layer of the leaves; the first block has `first`."""
+    """Returns the number of each layer's block; the block that runs first has `first`."""
     numbers = list(range(first, first + self.length))
     return numbers[::-1] if self.scan is not None and self.scan.reverse else numbers
 
