@@ -5,9 +5,9 @@ r"""Sequence length warm-up: training sequences that begin short and grow to ful
   B                    the number of sequences in a batch
 
 A step at length l trains on the same tokens as a step at full length: each of the B sequences is
-cut into L / l windows, which makes a batch of B L / l sequences. Attention costs less in short
-windows, and a model learns the nearest tokens first. In the field this is called sequence length
-warm-up, context window scheduling, or a curriculum of sequence lengths.
+cut into L / l *windows*, which makes a batch of B L / l sequences. This saves time, since attention
+costs less in short windows, and a model learns first from the nearest tokens. Other names are
+context window scheduling, and curriculum of sequence lengths.
 
 Sources: Li, Zhang & He, "The Stability-Efficiency Dilemma", arXiv:2108.06084 (DeepSpeed; it
 truncates sequences); Zhu et al., "SkyLadder", arXiv:2503.15450 (it masks attention).
@@ -28,10 +28,10 @@ from optax_boost._foundation import _checks, _paths, _patterns, _types
 # A train step is compiled for each length.
 _MOST_LENGTHS = 5
 _FIRST_SHARE = 8
-# How a leaf of a batch is cut: along an axis, or both axes of a mask of pairs, or as a word says.
+# How a leaf of a batch is cut; the docstring of `cut_sequences` explains the values.
 LeafAxes: TypeAlias = int | tuple[int, int] | Literal["positions", "repeat", "keep"]
 _WORDS = ("positions", "repeat", "keep")
-# The error of a sum of probabilities in bfloat16.
+# How far a sum of probabilities in bfloat16 may be from 1.
 _ROUNDING = 1e-2
 
 
@@ -74,10 +74,10 @@ class LengthSchedule:
     return self.lengths[-1]
 
   def __call__(self, step: int | jax.Array) -> int:
-    """The sequence length at a step, an optimizer step counted from 0, not a micro-step.
+    """Returns the sequence length at an optimizer step, counted from 0; micro-steps don't count.
 
     Raises:
-      TypeError: `step` is traced: a length is a shape, so it must be known outside ``jit``.
+      TypeError: `step` is traced, though the length is a shape, which ``jit`` must know.
     """
     _checks.check_whole_number("step", step, minimum=0)
     concrete = _checks.concrete_number(step)
@@ -97,30 +97,30 @@ def sequence_length_warmup(
   warmup_fraction: float = 0.5,
   growth: Literal["linear", "doubling"] = "linear",
 ) -> LengthSchedule:
-  r"""A schedule of sequence lengths that at least double until they are full.
+  r"""Makes a schedule of sequence lengths that at least double until they are full.
 
-  With ``growth="linear"`` a length :math:`l_i` begins where a length that grows linearly from
-  :math:`l_1` to :math:`L` over the warm-up reaches it, at the share
-  :math:`(l_i - l_1) / (L - l_1)` of the warm-up; with ``"doubling"`` where one that grows
-  exponentially does, so that each doubling takes equally many steps.
+  With ``growth="linear"``, a length :math:`l_i` begins at the share
+  :math:`(l_i - l_1) / (L - l_1)` of the warm-up, when a length that grows linearly from :math:`l_1`
+  to :math:`L` would reach :math:`l_i`. With ``"doubling"``, such a length grows exponentially, so
+  each doubling takes equally many steps.
 
   Args:
-    full_length: the full sequence length L in tokens: the number of positions of which a loss
-      predicts the next token, one less than the tokens that it reads.
+    full_length: the full sequence length L: the number of tokens of a sequence that a loss
+      predicts, which is one less than the number of tokens that the loss reads.
     total_steps: the number of optimizer steps of the training.
     first_length: the first length, a divisor of L and at least L / 16. Lowering it makes the first
-      steps cheaper and shows them less context. None: the least divisor of L from L / 8 on.
+      steps cheaper, with less context. None: the smallest divisor of L that is at least L / 8.
     warmup_fraction: the share of the steps before L is reached, > 0 and < 1. Raising it makes the
-      training cheaper, and leaves fewer steps to learn from long contexts: 0.75 trains learned
-      positions of the last half too little.
-    growth: ``"linear"`` or ``"doubling"``; the second stays short for longer.
+      training cheaper, and leaves fewer steps to learn from long contexts: with 0.75, the last half
+      of learned positions is trained too little.
+    growth: ``"linear"`` or ``"doubling"``, with which sequences stay short for longer.
 
   Returns:
-    A :class:`LengthSchedule`, a function of the step alone; a resumed training goes on with it.
+    A :class:`LengthSchedule`, a function of the step alone, so a resumed training continues it.
 
   Raises:
-    ValueError: `first_length` doesn't divide `full_length` or is too small, or `full_length` has no
-      divisor to begin with.
+    ValueError: `first_length` doesn't divide `full_length` or is too small; or `full_length` has no
+      divisor that can be the first length.
 
   Examples:
     >>> import optax_boost
@@ -173,32 +173,33 @@ def cut_sequences(
 ) -> _types.Batch:
   """Cuts each sequence of a batch into windows, which become sequences of a larger batch.
 
-  Axis 0 is the batch's. By default each leaf is cut along axis 1, if this axis has L or L + 1
-  entries and no later one has; every other leaf must be named in `axes`. All tokens are kept, and
-  windows of one sequence lie side by side, so a batch that is sharded over its sequences stays so,
-  without communication. Leaves of L + 1 tokens, of which a loss takes inputs and targets, give
-  windows of `length` + 1 that overlap by one.
+  By default each leaf is cut along axis 1, if this axis has L or L + 1 entries and no later axis
+  has; every other leaf must be named in `axes`. All tokens are kept. Windows of one sequence lie
+  side by side, so a batch that is sharded over its sequences stays so, without communication. If
+  leaves have L + 1 tokens, from which a loss takes inputs and targets, the windows have one token
+  more than `length`, and overlap by one.
 
   Args:
-    batch: a tree of NumPy or JAX arrays, with B sequences along axis 0; also traced ones, under
-      ``jit``. Stacked micro-batches are cut by ``jax.vmap``.
-    length: of the windows, in tokens, a divisor of L; static. At L the batch is returned as it is.
+    batch: a tree of NumPy or JAX arrays, with B sequences along axis 0. The arrays may be traced.
+      Cut stacked micro-batches with ``jax.vmap``.
+    length: the length of the windows in tokens, a divisor of L; static. L leaves the batch as is.
     full_length: L, the sequence length in tokens; static.
-    axes: how to cut leaves, by regular expressions that match whole segments of their paths: the
-      axis of L or L + 1 entries; two such axes, for a mask of pairs of tokens, of which the
-      windows' own blocks are kept; ``"positions"``, to cut positions along axis 1 and let them
-      begin at 0 in each window; ``"repeat"``, to give a value of each sequence to all of its
-      windows; ``"keep"``, for an array that isn't of sequences. An id is right for the windows of
-      its sequence; a label seldom is, and a length isn't: pass a mask of tokens instead.
+    axes: how to cut leaves: a dict from regular expressions, which match whole segments of the
+      leaves' paths, to one of these values. A number is the axis of L or L + 1 entries. Two numbers
+      are the axes of a mask of pairs of tokens; pairs within a window are kept. ``"positions"``
+      cuts positions along axis 1 and lets them begin at 0 in each window. ``"repeat"`` gives a
+      sequence's value to all of its windows, which is right for an id, but seldom for a label, and
+      never for a length: pass a mask of tokens instead. ``"keep"`` is for an array without
+      sequences.
 
   Returns:
     The batch, with B L / `length` sequences. Scalars and leaves that aren't arrays are unchanged.
 
   Raises:
     TypeError: `length` is traced, or a leaf is an array of another library.
-    ValueError: `length` doesn't divide L; a leaf must be named; each row of a leaf sums to 1, as
-      probabilities of L classes do, and it isn't named; leaves have unequal numbers of sequences;
-      `axes` has a pattern that matches no leaf, or an axis of another length.
+    ValueError: `length` doesn't divide L; `axes` doesn't name a leaf that is not cut by default, or
+      of which each row sums to 1, as probabilities of L classes do; leaves have unequal numbers of
+      sequences; `axes` has a pattern that matches no leaf, or an axis of another length.
 
   Examples:
     >>> import numpy as np, optax_boost
@@ -221,7 +222,7 @@ def cut(
   *,
   reads_values: bool,
 ) -> _types.Batch:
-  """Does as :func:`cut_sequences`; looks for leaves of classes only if `reads_values`."""
+  """Does the same as :func:`cut_sequences`; reads values to find classes only if `reads_values`."""
   _checks.check_whole_number("full_length", full_length, static=True)
   _check_length("length", length, full_length)
   leaves, structure = jax.tree.flatten(batch)
@@ -251,7 +252,7 @@ def _check_length(name: str, length: int, full_length: int) -> None:
 
 
 def match_axes(axes: Mapping[str, LeafAxes] | None, paths: list[str]) -> list[LeafAxes | None]:
-  """Checks `axes`, and returns the treatment that it gives each leaf, or None."""
+  """Checks `axes`; returns for each path the value of the pattern that matches it, or None."""
   if axes is None:
     return [None] * len(paths)
   _checks.check_type("axes", axes, Mapping, "a dict from regular expressions to axes")
@@ -299,24 +300,22 @@ def _treatment(
 
 
 def _cut_axes(how: LeafAxes) -> tuple[int, ...]:
-  """Returns the axes along which a treatment cuts a leaf."""
   if isinstance(how, str):
     return (1,) if how == "positions" else ()
   return how if isinstance(how, tuple) else (how,)
 
 
 def _is_real(leaf: Any) -> bool:
-  """Returns whether an array holds integers or floats."""
   return jnp.issubdtype(leaf.dtype, jnp.integer) or jnp.issubdtype(leaf.dtype, jnp.floating)
 
 
 def _long_axes(shape: tuple[int, ...], full_length: int) -> list[int]:
-  """Returns the axes of L or L + 1 entries, without axis 0, which is the batch's."""
+  """Returns the axes of L or L + 1 entries after axis 0."""
   return [i for i, n in enumerate(shape) if i > 0 and n - full_length in (0, 1)]
 
 
 def _holds_classes(leaf: Any) -> bool:
-  """Returns whether each row sums to 1, as of one-hot labels; False for a traced array."""
+  """Returns whether each row sums to 1, as one-hot labels do; False for a traced array."""
   if jnp.ndim(leaf) != 2 or isinstance(leaf, jax.core.Tracer):
     return False
   if not (_is_real(leaf) or leaf.dtype == bool):
@@ -352,7 +351,7 @@ def _check_named(
     )
   if unnamed:
     counts = {shape[0] for path, shape in shapes.items() if long_axes[path]}
-    # The most specific pattern first, for the first that matches a leaf decides.
+    # Longer paths come first, since the first pattern that matches a leaf decides.
     line = {
       leaf_pattern(path, paths): _proposal(shapes[path], long_axes[path], counts)
       for path in sorted(unnamed, key=len, reverse=True)
@@ -371,7 +370,7 @@ def _check_named(
 
 
 def _leaf_name(path: str) -> str:
-  """Names a leaf of a batch in a message; a batch that is one array has no path."""
+  """Returns a leaf's name for a message; a batch that is one array has no path."""
   return f"the leaf '{path}'" if path else "the array"
 
 
@@ -383,7 +382,7 @@ def leaf_pattern(path: str, paths: list[str]) -> str:
 
 
 def _proposal(shape: tuple[int, ...], long_axes: list[int], counts: set[int]) -> LeafAxes:
-  """Proposes by the shape of a leaf how to cut it."""
+  """Returns a proposal for `axes`, by the shape of a leaf."""
   if len(long_axes) > 1:
     return long_axes[-2], long_axes[-1]
   if long_axes and long_axes != [1]:
@@ -392,7 +391,7 @@ def _proposal(shape: tuple[int, ...], long_axes: list[int], counts: set[int]) ->
 
 
 def _check_sequences(paths: list[str], leaves: list[Any], treatments: list[LeafAxes]) -> None:
-  """Raises ValueError unless all leaves that are cut or repeated have equally many sequences."""
+  """Raises ValueError unless all leaves but the kept ones have equally many sequences."""
   counts = {
     path: jnp.shape(leaf)[0]
     for path, leaf, how in zip(paths, leaves, treatments, strict=True)
@@ -407,14 +406,14 @@ def _check_sequences(paths: list[str], leaves: list[Any], treatments: list[LeafA
 
 
 def _windows(leaf: Any, how: LeafAxes, length: int, full_length: int) -> Any:
-  """Returns the windows of a leaf as sequences, those of one sequence side by side."""
+  """Cuts a leaf into windows along axis 0; windows of one sequence are side by side."""
   numpy: Any = np if isinstance(leaf, np.ndarray) else jnp
   shape = jnp.shape(leaf)
 
   def window(start: int) -> Any:
     index = [slice(None)] * len(shape)
     for axis in _cut_axes(how):
-      # A leaf of L + 1 tokens has one more at its end.
+      # If the leaf has L + 1 tokens, each window has one more token at the end.
       index[axis] = slice(start, start + length + shape[axis] - full_length)
     return leaf[tuple(index)]
 
@@ -422,6 +421,6 @@ def _windows(leaf: Any, how: LeafAxes, length: int, full_length: int) -> Any:
   windows = stacked.reshape(-1, *stacked.shape[2:])
   if how != "positions":
     return windows
-  # Positions of packed sequences that begin within a window are less than its own.
+  # A packed sequence that begins within a window has smaller positions than those of the window.
   own = numpy.arange(windows.shape[1], dtype=windows.dtype)
   return numpy.minimum(windows, own.reshape(-1, *[1] * (windows.ndim - 2)))

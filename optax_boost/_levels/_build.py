@@ -1,4 +1,4 @@
-"""From a level or a configuration to the model and the transformation."""
+"""``auto_boost`` chooses methods; ``AutoBoost`` applies them to a model, optimizer and batches."""
 
 from collections.abc import Callable, Mapping
 import dataclasses
@@ -22,19 +22,19 @@ class AutoBoost:
   """The methods that a level or a configuration turns on; made by :func:`auto_boost`.
 
   Attributes:
-    title: the level, and the mode of a configuration.
+    title: the first line of :meth:`explain`, which names the level and a configuration's mode.
     level: ``"O0"``, ``"O1"`` or ``"O2"``.
-    on: the settings of the methods that are on, by name: for a level of ours the public name
-      (``"freeze_layers"``, ``"average_params"``), for MindSpore's configuration its key there.
-    why: the reason of each method, on or off.
+    on: the settings of each method that is on, by the method's public name
+      (``"freeze_layers"``) or, with a configuration, by MindSpore's key (``"grad_freeze"``).
+    why: for each method, the reason why it is on or off.
     ignored: the configuration's keys without effect, and why.
     key: the seed of the freezing schedule.
     axes: how :meth:`batch` cuts leaves that aren't cut along axis 1.
-    effects: of methods by name, what :meth:`model` and :meth:`optimizer` changed when they were
-      last called, and whether that was anything.
+    effects: for each method, what the last call of :meth:`model` or :meth:`optimizer` changed, in
+      words, and whether it changed anything.
     length_schedule: the sequence lengths that :meth:`batch` cuts to; None: batches stay whole.
     batches: the number of batches that were passed to :meth:`batch` of a level for tokens.
-    cut_batches: how many of them were cut.
+    cut_batches: the number of batches that :meth:`batch` has cut.
   """
 
   title: str
@@ -58,11 +58,11 @@ class AutoBoost:
       self.length_schedule = _sequences.sequence_length_warmup(**warmup)
 
   def explain(self) -> str:
-    """A table: each method, whether it is on, why, its settings, and what it did.
+    """Returns a table of the methods: whether each is on, why, its settings, and what it changed.
 
-    Its first line says whether the level is one for images or for tokens. After :meth:`model` and
-    :meth:`optimizer` were called it tells what they changed, and after the training how many
-    batches were cut. A method that changed nothing is off, and a schedule that has cut no batch.
+    The first line says whether the level is for images or for tokens. The table says what the calls
+    of :meth:`model`, :meth:`optimizer` and :meth:`batch` have changed so far, so print it again
+    after the training. A method that changed nothing is shown as off.
     """
     lines = [self.title]
     for name, reason in self.why.items():
@@ -81,7 +81,7 @@ class AutoBoost:
     return "\n".join(map(str.rstrip, lines))
 
   def _explain_sequences(self, schedule: _sequences.LengthSchedule) -> list[str]:
-    """Lists the lengths, the number of batches that were cut, and the targets that are lost."""
+    """Returns lines about the lengths, the number of cut batches, and the targets that are lost."""
     full = schedule.full_length
     begins = ", ".join(
       f"{n} from step {step}" for n, step in zip(schedule.lengths, schedule.starts, strict=True)
@@ -97,16 +97,16 @@ class AutoBoost:
     ]
 
   def model(self, less_bn: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Prepares a Flax model for training; it is traced with its arguments.
+    """Removes BatchNorms from a Flax model if the method ``"less_bn"`` is on.
 
     Args:
       less_bn: ``optax_boost.nnx.less_bn`` or ``optax_boost.linen.less_bn``.
-      model: the model, or the module.
-      *args: the other arguments of `less_bn`.
-      **kwargs: its keyword arguments.
+      model: the NNX model, or the Linen module.
+      *args: the other arguments of `less_bn`, with which it traces the model.
+      **kwargs: the keyword arguments of `less_bn`.
 
     Returns:
-      The result of `less_bn`; or `model` itself if that method is off.
+      The result of `less_bn`; or `model` itself if the method is off.
     """
     if "less_bn" not in self.on:
       return model
@@ -124,23 +124,24 @@ class AutoBoost:
     return less_bn(model, *args, fn_flag=settings["fn_flag"], on_plan=record, **kwargs)
 
   def batch(self, batch: _types.Batch, step: int) -> _types.Batch:
-    """The batch of a step, its sequences cut to the length that the level has there.
+    """Returns the batch with sequences cut to the length that the level chooses for a step.
 
-    Call it for every batch, at each level, before the train step or in the loader: where nothing is
-    to cut, it returns the batch as it is. :meth:`explain` counts the calls of its own process.
+    Call this method for every batch, at each level, before the train step or in the loader. If the
+    level doesn't cut sequences in this step, the batch is returned unchanged. :meth:`explain`
+    counts the calls in its own process only.
 
     Args:
       batch: a tree of arrays, as for :func:`cut_sequences`.
       step: the number of the optimizer step, from 0; with :func:`accumulate`, not of a micro-step.
 
     Raises:
-      ValueError: of a level for tokens, a leaf must be named in the argument `axes` of
-        :func:`auto_boost`, as :func:`cut_sequences` says.
+      ValueError: at a level for tokens, the argument `axes` of :func:`auto_boost` must say how to
+        cut a leaf; :func:`cut_sequences` explains `axes`.
     """
     if self.length_schedule is None:
       return batch
     length, full = self.length_schedule(step), self.length_schedule.full_length
-    # Masks may look like classes in a later batch, by chance.
+    # Only the first batch is searched for classes, since later masks may look like them by chance.
     first = self.batches == 0
     windows = _sequences.cut(batch, length, full, self.axes, reads_values=first)
     self.batches += 1
@@ -148,10 +149,11 @@ class AutoBoost:
     return windows
 
   def later_batches(self, batch: _types.Batch, step: int = 0) -> list[_types.Batch]:
-    """Cuts a batch to each length that comes after the length of `step`; counts no batch.
+    """Returns a batch, cut to each length that comes after that of `step`, as a list of batches.
 
     ``train_step.compile_ahead(state, boost.later_batches(batch))`` compiles the programs of these
-    lengths while the first length trains. Returns an empty list where :meth:`batch` cuts nothing.
+    lengths while the first length trains. The list is empty if :meth:`batch` cuts nothing;
+    :meth:`explain` doesn't count these batches.
 
     Args:
       batch: a batch, as for :meth:`batch`; its values don't matter.
@@ -170,7 +172,7 @@ class AutoBoost:
     params: optax.Params | None,
     args: tuple[Any, ...],
   ) -> None:
-    """Checks the loss on windows, and sets from which step on sequences stay whole."""
+    """Checks the loss on sequences cut short, and chooses from which step on they stay whole."""
     tables, effect = None, "the loss of windows was not tried: the optimizer got no batch"
     if loss is not None and params is not None:
       if _first_windows.check_first_windows(loss, params, args, schedule, self.axes):
@@ -190,24 +192,24 @@ class AutoBoost:
     *args: Any,
     groups: _layer_groups.Groups | None = None,
   ) -> optax.GradientTransformationExtraArgs:
-    """Puts the methods that are on around an optimizer.
+    """Returns the optimizer, wrapped in the methods that are on.
 
     From the inside out: centralization, adaptive summation, freezing, accumulation, average. Only
-    `dim_reduce` takes the optimizer's place.
+    `dim_reduce` replaces the optimizer.
 
     Args:
       tx: the optimizer.
-      loss_fn: the loss ``loss_fn(params, *args)``, whose trace gives the layers, in scans, too; a
-        level for tokens computes it once, of the batch's first windows. Of Flax models: ``loss,
-        params, model_state = nnx.split_loss(...)``, or ``linen.split_loss``.
+      loss_fn: the loss ``loss_fn(params, *args)``; a trace of the loss shows the layers, also those
+        of scans. A level for tokens also computes the loss of short sequences. For Flax models,
+        make the loss with ``nnx.split_loss`` or ``linen.split_loss``.
       params: the params.
-      *args: the loss's other arguments; of a Flax model its model state, then a batch.
-      groups: groups of :func:`layer_groups`, or regular expressions, instead of a trace.
+      *args: the loss's other arguments; for a Flax model, the model state, then a batch.
+      groups: groups from :func:`layer_groups`, or regular expressions. None: groups from a trace.
 
     Raises:
       ValueError: freezing is on without groups or a loss, or with too few layers; `dim_reduce` is
-        on without params or a subspace; `groups` are given to a level for tokens; the loss of the
-        first windows isn't finite, or positions in the batch run past a table of the model.
+        on without params or a subspace; `groups` are given to a level for tokens; the loss of short
+        sequences isn't finite, or positions in the batch run past a table of the model.
     """
     tx = _checks.check_transformation("tx", tx)
     if params is not None:
@@ -223,9 +225,9 @@ class AutoBoost:
           " optax_boost.freeze_layers(boost.optimizer(...), groups, schedule) around it."
         )
       self._prepare_sequences(self.length_schedule, loss_fn, params, args)
-    if "less_bn" in on and "gc_flag" not in on["less_bn"]:  # a level's
+    if "less_bn" in on and "gc_flag" not in on["less_bn"]:  # at a level, without a configuration
       self.effects.setdefault("less_bn", ("`boost.model` was not called", False))
-    ours = _decisions.FREEZE in on  # a level's, of convolutions only
+    ours = _decisions.FREEZE in on  # at a level, which freezes convolutions only
     freeze = _decisions.FREEZE if ours else "grad_freeze"
     freezing = on.get(freeze, {})
     centralizes = _decisions.CENTRALIZE in on or on.get("less_bn", {}).get("gc_flag", False)
@@ -236,7 +238,7 @@ class AutoBoost:
       flags, program = _losses.data_flags(loss_fn, args), _losses.trace(loss_fn, params, args)
       layers = _layer_axes.describe(program, params, flags)
       even_groups = functools.partial(_layer_groups.even_groups, program, flags, layers, params)
-    # From the inside out. A new method joins here and in `_decisions`.
+    # Each method wraps the methods above it. A new method is added here and in `_decisions`.
     if centralizes:
       centralize = _centralization.centralize(layers=layers)
       tx = _compositions.around_innermost(tx, lambda inner: optax.chain(centralize, inner))
@@ -276,7 +278,7 @@ class AutoBoost:
 
 
 def _centralized(layers: _layer_axes.LayerAxes | None) -> tuple[str, bool]:
-  """Describes what centralization does to these layers, and returns whether it does anything."""
+  """Returns what centralization does to these layers, in words, and whether it does anything."""
   if layers is None:
     return "kernels found by name when the optimizer starts, since no loss was passed", True
   kernels = sum(axes is not None and axes.mixes_inputs for axes in layers.axes)
@@ -305,35 +307,34 @@ def auto_boost(
   For Flax models, :meth:`AutoBoost.model` also removes BatchNorms.
 
   Args:
-    level: ``"O0"``: nothing. For images, ``"O1"``: fewer BatchNorms, centralized gradients, an
-      average of the params over the last quarter of the training, to evaluate
-      (:func:`averaged_params`), and, with `groups` or where most kernels are convolutions, the
-      first half of the layers frozen in the last 30 %; ``"O2"``: frozen in the last 45 %, and
-      adaptive summation of gradients over `axis_name`. For tokens, by `sequence_length`, ``"O1"``:
-      sequences that grow over half of the steps (:meth:`AutoBoost.batch`); ``"O2"``: over three
-      quarters if the loss that :meth:`AutoBoost.optimizer` gets has no table of learned positions,
-      and adaptive summation. Let the learning rate decay. With a `config`: MindSpore's
-      level.
+    level: ``"O0"`` turns nothing on. For images, ``"O1"`` removes some BatchNorms, centralizes
+      gradients, averages the params over the last quarter of the training for evaluation
+      (:func:`averaged_params`), and freezes the first half of the layers in the last 30 % of the
+      training if `groups` are given or most kernels are convolutions. ``"O2"`` freezes in the last
+      45 %, and also sums gradients adaptively over `axis_name`. For tokens (`sequence_length`),
+      ``"O1"`` begins with short sequences, which are full after half of the steps
+      (:meth:`AutoBoost.batch`). ``"O2"`` also sums gradients adaptively, and sequences are full
+      after three quarters if :meth:`AutoBoost.optimizer` gets a loss without a table of learned
+      positions. Let the learning rate decay. With a `config`: MindSpore's level.
     total_steps: the number of optimizer steps of the training; ``"O1"`` and ``"O2"`` need it.
-    sequence_length: declares a model of tokens: the full length of the sequences, as for
-      :func:`cut_sequences`, which is the number of tokens that the loss predicts. None: a level for
-      images.
+    sequence_length: the number of tokens of a full sequence that the loss predicts, as for
+      :func:`cut_sequences`, for a model of tokens. None: a level for images.
     axes: how to cut leaves of a batch that aren't cut along axis 1, as for :func:`cut_sequences`.
     axis_name: the named axis of `adasum`, as for :func:`adasum`. None: one replica.
-    local_axis_name: a further axis over the devices of a server, averaged first. None: none.
+    local_axis_name: an axis over the devices of a server, averaged first. None: no such axis.
     config: MindSpore's ``boost_config_dict``, word for word, as a dict, a path of a JSON file, or
-      JSON. It has MindSpore's meaning throughout: its defaults for missing keys; `dim_reduce` runs
-      alone, and in the place of your optimizer; `grad_freeze` rules out `adasum` and
+      JSON. It means the same as in MindSpore: missing keys have MindSpore's defaults; `dim_reduce`
+      runs alone, and replaces your optimizer; `grad_freeze` turns off `adasum` and
       `grad_accumulation`; `adasum` acts on updates. One :class:`NoEffectWarning` names the keys
-      without effect here. None: a level of ours.
+      without effect here. None: a level of `optax_boost`.
     key: the seed of the freezing schedule, or a key.
 
   Returns:
-    An :class:`AutoBoost`, used as below; ``print(boost.explain())`` shows it.
+    An :class:`AutoBoost`, used as below; ``print(boost.explain())`` shows what is on.
 
   Raises:
-    ValueError: a level, block or key is unknown, or a value can't be honoured; `axes` without
-      `sequence_length`, or this with a `config`.
+    ValueError: a level, or a block or key of the `config`, is unknown; a value is not allowed;
+      `axes` are given without `sequence_length`, or `sequence_length` with a `config`.
 
   Examples:
     >>> import jax.numpy as jnp, optax, optax_boost

@@ -10,9 +10,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 from optax_boost._foundation import _checks, _types
 
-# What the argument `config` may be.
 Config: TypeAlias = Mapping[str, Any] | str | os.PathLike[str] | None
-# The values of keys, by block and key, as in MindSpore's configuration.
+# Values by block and key, as in MindSpore's configuration, whose blocks are groups of keys.
 Blocks: TypeAlias = dict[str, dict[str, Any]]
 MODES = ("auto", "manual", "enable_all", "disable_all")
 
@@ -27,7 +26,7 @@ class Key(NamedTuple):
 
 
 def _is_number(value: Any) -> bool:
-  # NaN is none, nor are integers that no float holds.
+  # False for NaN, and for integers that are too large for a float.
   return type(value) in (int, float) and abs(value) <= sys.float_info.max
 
 
@@ -47,7 +46,7 @@ _SPLITS = Key(
 SCHEMA: dict[str, dict[str, Key]] = {
   "boost": {
     "mode": Key("auto", f"one of {', '.join(map(repr, MODES))}", lambda v: str(v) in MODES),
-    # In MindSpore's order of precedence.
+    # The methods, in MindSpore's order of precedence.
     "dim_reduce": _FLAG,
     "less_bn": _FLAG,
     "grad_freeze": _FLAG,

@@ -8,30 +8,31 @@ from optax_boost._levels import _config
 METHODS = tuple(_config.SCHEMA["boost"])[1:]
 # MindSpore's levels turn on less_bn and grad_freeze at O1, and adasum, too, at O2.
 LEVELS = {"O0": METHODS[:0], "O1": METHODS[1:3], "O2": METHODS[1:4]}
-# Our levels freeze convolutions from this share of the training on, since freezing costs least when
-# the learning rate is low. MindSpore freezes layers during the whole training, mostly few of them,
-# which saves little time and costs accuracy. Freezing saves a transformer a twentieth of its time,
-# and costs more than that. A normalized head saves no time, and learns slowly.
+# Our levels freeze convolutions from this share of the training on, since freezing costs least
+# accuracy when the learning rate is low. MindSpore freezes throughout the training, mostly few
+# layers, which saves little time and costs accuracy. Levels for tokens freeze nothing, since that
+# costs a transformer more than it saves. `fn_flag` is off, since a normalized head saves no time
+# and learns slowly.
 _FREEZES_FROM = {"O1": 0.7, "O2": 0.55}
 _AVERAGES_FROM, _SNAPSHOTS = 0.75, 20
-# Methods of our levels have their public names; methods of a configuration have MindSpore's.
+# Our levels use public names for methods; a configuration uses MindSpore's names.
 SEQUENCES = "sequence_length_warmup"
 CENTRALIZE, FREEZE, AVERAGE = "centralize", "freeze_layers", "average_params"
-# Methods by which a tuned transformer gains nothing, with cut and with whole batches.
+# Methods from which a tuned transformer gains nothing, with or without sequences cut short.
 _NOT_FOR_TOKENS = ("less_bn", CENTRALIZE, FREEZE, AVERAGE)
-# The share of the steps before sequences are full. The larger one takes less time, but trains the
-# last half of learned positions in too few steps.
+# The share of the steps before sequences are full. The larger share takes less time, but leaves too
+# few steps to train the last half of a table of learned positions.
 _WARMUP_FRACTION, _LONG_WARMUP_FRACTION = 0.5, 0.75
 _ONE_REPLICA = "one replica: axis_name is None"
-# A decision holds the settings of each method that is on, the reason why each method is on or off,
-# and a text that names the keys of a configuration that have no effect.
+# The settings of each method that is on, the reason why each method is on or off, and a text that
+# names the keys of a configuration that have no effect.
 Decision: TypeAlias = tuple[_config.Blocks, dict[str, str], str]
 
 
 def decide_level(
   level: str, total_steps: int | None, sequence_length: int | None, axes: dict[str, Any]
 ) -> Decision:
-  """Decides by our level; `axes` are the arguments `axis_name` and `local_axis_name`."""
+  """Decides by a level of ours; `axes` are the arguments `axis_name` and `local_axis_name`."""
   if level == "O0":
     return {}, {}, ""
   if total_steps is None:
@@ -79,12 +80,7 @@ def _for_tokens(total_steps: int, full_length: int) -> _config.Blocks:
 
 
 def warmup_fraction(level: str, tables: list[str] | None) -> tuple[float, str]:
-  """Returns the share of the steps before sequences are full, and the reason in words.
-
-  Args:
-    level: ``"O1"`` or ``"O2"``.
-    tables: the paths of tables of learned positions; None: the loss was not traced.
-  """
+  """Returns the share of steps before sequences are full, and why; `tables` is None if unknown."""
   if level != "O2":
     return _WARMUP_FRACTION, ""
   if tables is None:
@@ -97,7 +93,7 @@ def warmup_fraction(level: str, tables: list[str] | None) -> tuple[float, str]:
 
 
 def decide_config(level: str, config: _config.Blocks, axes: dict[str, Any]) -> Decision:
-  """Decides as MindSpore: with its defaults of missing keys, its precedence, its exclusions."""
+  """Decides by a configuration, with MindSpore's defaults, precedence and exclusions."""
   values = {
     name: {key: config.get(name, {}).get(key, k.default) for key, k in keys.items()}
     for name, keys in _config.SCHEMA.items()
@@ -144,7 +140,7 @@ def decide_config(level: str, config: _config.Blocks, axes: dict[str, Any]) -> D
 
 
 def _requests(level: str, mode: str, switches: dict[str, bool]) -> tuple[set[str], dict[str, str]]:
-  """Returns the methods that level, mode and switches turn on, and a reason for each method."""
+  """Returns the methods that MindSpore's level, mode and switches turn on, and why for each."""
   on, why = set(), {}
   for name in METHODS:
     if mode == "manual" and name in switches:

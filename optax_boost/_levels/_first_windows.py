@@ -1,10 +1,9 @@
-"""What windows do to a loss, found out before a training on them.
+"""Checks before a training whether the loss can take *windows*, sequences that are cut short.
 
-Windows can break a loss that is sound on whole sequences. Positions that a batch holds run past a
-table that the model cuts to the length of its input; a mean over the tokens of each sequence is 0/0
-for a window of padding. The training would get NaN, or JAX would clamp the index and show nothing.
-So the loss of the first windows is computed once. Windows also leave the last entries of a table of
-learned positions untrained; two traces of the loss find such a table.
+Positions in a batch may run past a table that the model cuts to the length of its input, and JAX
+then clamps the index silently. A mean over the tokens of each sequence is 0/0 for a window of
+padding. So the loss of the first windows is computed once. Windows also leave the last entries of a
+table of learned positions untrained; two traces of the loss find such a table.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,13 +22,13 @@ from optax_boost._trace import _losses, _position_tables
 
 
 class _Result(NamedTuple):
-  """A loss: its value, and JAX's message about the first index out of bounds, or ""."""
+  """A loss's value, and JAX's message about the first index that is out of bounds, or ""."""
 
   value: float
   index_error: str
 
   def is_sound(self, like: "_Result | None" = None) -> bool:
-    """Whether the value is finite and no index is out of bounds where those of `like` are in."""
+    """Returns whether the value is finite, and no index out of bounds unless one in `like` is."""
     in_bounds = not self.index_error or (like is not None and bool(like.index_error))
     return math.isfinite(self.value) and in_bounds
 
@@ -43,9 +42,8 @@ def check_first_windows(
 ) -> bool:
   """Raises ValueError if the loss of the first windows isn't sound; False if it was not computed.
 
-  Only the batch is cut, the loss's first argument after the params or, of a Flax model, after the
-  model state. Indices that are out of bounds in windows alone are an error if positions that begin
-  at 0 in each window mend it.
+  Cuts only the batch: the loss's first argument after the params and a Flax model's state. If an
+  index is out of bounds in windows only, it is an error only if restarting positions at 0 helps.
   """
   number = int(_losses.is_stateful(loss_fn))
   leaves = jax.tree.leaves((params, args))
@@ -103,10 +101,7 @@ def position_tables(
   schedule: _sequences.LengthSchedule,
   axes: Mapping[str, _sequences.LeafAxes] | None,
 ) -> list[str] | None:
-  """Returns the paths of the tables of learned positions in the params; None without a batch.
-
-  Traces the loss with whole sequences and with windows, and computes nothing.
-  """
+  """Returns the paths of the tables of learned positions; None without a batch. Only traces."""
   number = int(_losses.is_stateful(loss_fn))
   if len(args) <= number:
     return None
@@ -141,7 +136,7 @@ def _loss_of_batch(
   plain = jax.jit(loss)
 
   def compute(batch: _types.Batch) -> _Result:
-    # `checkify` can't rewrite every program: not all that are rematerialized, in JAX 0.10.
+    # `checkify` fails for some programs with `jax.checkpoint` in JAX 0.10; these run unchecked.
     with contextlib.suppress(Exception):
       error, value = checked(params, batch, others)
       return _Result(float(value), (error.get() or "").split("\n", 1)[0].rstrip(". "))
@@ -151,7 +146,7 @@ def _loss_of_batch(
 
 
 def _unnamed_integers(batch: _types.Batch, named: Mapping[str, _sequences.LeafAxes]) -> list[str]:
-  """Returns patterns of integer leaves that `axes` doesn't name: one may hold positions."""
+  """Returns a pattern for each integer leaf not in `named`, since any may hold positions."""
   paths = _paths.leaf_paths(batch)
   rows = zip(paths, jax.tree.leaves(batch), _sequences.match_axes(named, paths), strict=True)
   return [

@@ -13,8 +13,8 @@ from optax_boost._wrappers import _freezing
 
 
 def schedule(param_groups: int, freeze_type: int = 1, freeze_p: float = 1.0, **ours: Any) -> Any:
-  """Makes our freezing schedule, or MindSpore's; `freeze_p` is its share of unfrozen steps."""
-  depths = {"max_depths": max(param_groups, 2)}  # in MindSpore each group has one
+  """Makes our freezing schedule, or MindSpore's, whose share of unfrozen steps is `freeze_p`."""
+  depths = {"max_depths": max(param_groups, 2)}  # MindSpore has a depth for each group
   if ours:
     return _freezing.progressive_freezing(param_groups, **ours, **depths, anneal=False)
   make = _freezing.interval_freezing if freeze_type else _freezing.continuous_freezing
@@ -24,7 +24,7 @@ def schedule(param_groups: int, freeze_type: int = 1, freeze_p: float = 1.0, **o
 def with_adasum(
   tx: optax.GradientTransformation, layers: Any, on: str, axis_name: Any, local_axis_name: Any
 ) -> optax.GradientTransformationExtraArgs:
-  """Puts `adasum` before the optimizer if `on` is ``"gradients"``, else after the optimizer."""
+  """Puts `adasum` before the optimizer if `on` is ``"gradients"``, else after it."""
   adasum = _adasum.adasum(axis_name, local_axis_name=local_axis_name, layers=layers)
   if on == "gradients":
     return optax.chain(adasum, tx)
@@ -49,7 +49,7 @@ def with_adasum(
 def subspace_optimizer(
   params: Any, n_components: int, pca_mat_path: Any, weight_load_dir: Any, **numbers: Any
 ) -> optax.GradientTransformationExtraArgs:
-  """Makes MindSpore's DimReduce: two trials of a step, and an SGD of rate 1.
+  """Makes MindSpore's DimReduce: SGD of rate 1 as the optimizer, at most two trials of a step.
 
   `params` may be abstract. Checkpoints are read only if there is no file `pca_mat_path`.
   """

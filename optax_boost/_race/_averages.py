@@ -1,7 +1,4 @@
-"""Reads the averages of params and statistics that an optimizer keeps in its state.
-
-A race calls `evaluate` with these averages.
-"""
+"""Reads the averages in an optimizer's state, with which a race calls `evaluate`."""
 
 from collections.abc import Callable
 
@@ -16,13 +13,12 @@ _ReadAverage = Callable[[optax.OptState, optax.Params], optax.Params]
 def find_average(opt_state: optax.OptState, params: optax.Params) -> _ReadAverage | None:
   """Returns a function ``read(opt_state, params)`` that returns the averaged params.
 
-  Returns None if `opt_state` keeps no average. All arrays may have a leading axis of seeds.
+  Returns None if `opt_state` holds no average. All arrays may have a leading axis of seeds.
   """
   if _trees.find_states(opt_state, _average_params.AverageParamsState):
     return _average_params.averaged_params
-  # A schedule-free method evaluates other params than it trains. optax computes the params for
-  # evaluation from the trained params and `z` in the state. If `optax.masked` holds the method, `z`
-  # lacks the hidden leaves, and optax has no function for that case.
+  # For a schedule-free method, optax computes the params to evaluate from the trained params and
+  # `z` in the state. Inside of `optax.masked`, `z` lacks leaves, and optax then can't compute them.
   states = _schedule_free(opt_state)
   if len(states) == 1 and _tree_checks.same_shapes(states[0].z, params):
     return _read_schedule_free

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
   from matplotlib.axes import Axes
   from matplotlib.figure import Figure
 
-# Okabe and Ito's colours, which colour-blind eyes can tell apart; the baseline is grey.
+# Okabe and Ito's colours, which the colour-blind can tell apart.
 _BASELINE_COLOUR = "#5A5A5A"
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 
@@ -17,7 +17,7 @@ _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#
 def draw(result: Any, quantities: Sequence[str], against: Mapping[str, str]) -> "Figure":
   """Draws a ``RaceResult``: a row of panels for each quantity, a column for each budget.
 
-  `against` has the axis label of each budget. Losses have a logarithmic axis. Returns the figure.
+  `against` maps each budget to the label of its axis. Losses have a logarithmic axis.
   """
   try:
     from matplotlib.figure import Figure
@@ -54,10 +54,7 @@ def draw(result: Any, quantities: Sequence[str], against: Mapping[str, str]) -> 
 
 
 def _ends(result: Any, compared: Sequence[str], budget: str) -> dict[float, str]:
-  """Returns the totals at which methods are compared, and for each the curve that ends there.
-
-  A method is compared with the baseline where the first of their two curves ends.
-  """
+  """Returns, by the total at which a comparison is made, the name of the curve that ends there."""
   ends = {}
   for name in compared:
     at = result.budget(name, budget)
@@ -70,7 +67,7 @@ def _draw_curve(
   axes: "Axes", result: Any, name: str, quantity: str, budget: str, colour: str
 ) -> None:
   diverged = result.diverged(name)
-  # Seeds that diverged are left out; if all diverged, they are drawn up to where they did.
+  # Seeds that diverged are left out. If all seeds diverged, all are drawn until they diverge.
   rows = result.curves[name][quantity][~diverged | diverged.all()]
   with np.errstate(all="ignore"):
     mean, spread = rows.mean(0), rows.std(0)

@@ -1,4 +1,4 @@
-"""The function ``race``: checks its arguments, and makes the batches of each seed."""
+"""``race``, which checks its arguments, makes batches, and trains with all methods."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import functools
@@ -28,19 +28,19 @@ def race(
   vmap_seeds: bool = True,
   progress: bool = True,
 ) -> _result.RaceResult:
-  """Trains with each of several transformations, and compares them with the first.
+  """Trains with each of several transformations, and compares them with the first, the baseline.
 
   For each seed, all methods get the same initial params, batches and keys, so each method is
-  compared with the baseline seed by seed. A method and the baseline are compared at the point where
-  each has spent the smaller of their two totals:
+  compared with the baseline seed by seed. The two are compared at the point where each of them has
+  spent the smaller of their two totals, for each of three budgets:
 
-  - at equal steps;
-  - at equal gradient evaluations, counted with the first seed. A gradient of the loss counts as
-    1, a value of the loss without a gradient (a trial point of a line search) as 1/3. The count
-    doesn't show that :func:`freeze_layers` skips a part of the backward pass; the time does;
-  - at equal time of one seed, without the time for compiling, evaluating and making batches. To
-    measure it, all methods train the first seed again in turns, so memory must hold one state of
-    each method.
+  - steps;
+  - gradient evaluations, counted with the first seed. A gradient of the loss counts as 1, a value
+    of the loss without a gradient (a trial point of a line search) as 1/3. The count doesn't show
+    that :func:`freeze_layers` skips a part of the backward pass; the time does;
+  - the time of one seed, without the time for compiling, evaluating and making batches. To measure
+    the time, all methods train the first seed again in turns, so memory must hold one state of each
+    method.
 
   For Flax models, ``nnx.split_loss`` and ``linen.split_loss`` make the loss pure.
 
@@ -53,8 +53,8 @@ def race(
     data: a tree of arrays with a leading axis of examples, which are shuffled for each seed and
       epoch and cut into whole batches; or a function from the seed to an iterable of batches, which
       is called again when the iterable ends.
-    transformations: the transformations by name. The first is the baseline, with which each other
-      one is compared. Make learning-rate schedules for `steps` steps.
+    transformations: the transformations by name. The first is the baseline. Make learning-rate
+      schedules for `steps` steps.
     steps: the number of steps of each training.
     batch_size: the number of examples in a batch; None: all examples. Must be None if `data` is a
       function.
@@ -62,13 +62,12 @@ def race(
       narrower; 3 is few.
     evaluate: ``evaluate(params)``, or ``evaluate(params, model_state)`` with `has_model_state`;
       measures on held-out data and returns a scalar or a dictionary of scalars. `race` does not jit
-      it. If the optimizer keeps an average (:func:`average_params`,
-      ``optax.contrib.schedule_free``, also inside wrappers), `params` is the average; the training
-      loss is that of the trained params. `model_state` is the average of the statistics if
+      this function. If the optimizer keeps an average (:func:`average_params`,
+      ``optax.contrib.schedule_free``, also inside wrappers), `params` is the average, though the
+      training loss is that of the trained params. `model_state` is the average of the statistics if
       ``average_params(..., model_state=model_state)`` keeps one, else the last statistics. The last
       statistics of BatchNorms don't fit averaged params, so average the statistics, too, or let
-      `evaluate` estimate them again (``nnx.estimate_batch_stats``,
-      ``linen.estimate_batch_stats``).
+      `evaluate` estimate them (``nnx.estimate_batch_stats``, ``linen.estimate_batch_stats``).
     points: the largest number of points in a curve. More points cost more evaluations.
     has_model_state: whether the loss takes and returns mutable statistics.
     full_grad_fn: the argument of :func:`make_train_step` for :func:`svrg`.
@@ -80,7 +79,7 @@ def race(
   Returns:
     A :class:`RaceResult`. A seed whose last loss is not finite is reported as diverged and left out
     of means. After Ctrl-C the result holds the seeds that every method has finished, if there are
-    any, and its `complete` is False.
+    any, and ``result.complete`` is False.
 
   Examples:
     >>> import jax, jax.numpy as jnp, optax, optax_boost
@@ -167,10 +166,7 @@ def _count_examples(data: _types.Tree) -> int:
 
 
 def _shuffle(data: _types.Tree, examples: int, size: int, seed: int) -> Iterator[_types.Batch]:
-  """Yields batches of `size` examples without end; shuffles `data` again for each epoch.
-
-  An epoch leaves out the examples that don't fill a last batch.
-  """
+  """Yields whole batches of `size` examples without end; shuffles `data` again for each epoch."""
   rng = np.random.default_rng(seed)
   while True:
     order = rng.permutation(examples)

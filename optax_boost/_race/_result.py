@@ -4,8 +4,7 @@ For m comparisons whose p-values are p_1 <= ... <= p_m, Holm's method corrects t
 
   q_i = max over j <= i of min(1, (m - j + 1) p_j)
 
-If one calls each difference with q_i <= 0.05 real, the probability of at least one false call is at
-most 0.05, however the comparisons depend on each other.
+The correction is valid even if the comparisons depend on each other.
 
 Source: Holm, "A simple sequentially rejective multiple test procedure", 1979.
 """
@@ -25,20 +24,20 @@ if TYPE_CHECKING:
   from matplotlib.figure import Figure
 
 LOSS = "training loss"
-# The budgets of a comparison, and their names in tables and pictures.
+# Methods are compared after equal budgets; the values are the names in tables and pictures.
 BUDGETS = {
   "steps": "steps",
   "gradient_evaluations": "gradient evaluations",
   "seconds": "seconds on one seed",
 }
 _SHORT_NAMES = {"steps": "steps", "gradient_evaluations": "gradient evaluations", "seconds": "time"}
-# Less (or more) of a quantity is better if its name contains one of these words. The conclusion
-# calls other quantities "higher" or "lower".
+# Words in a quantity's name that tell whether less or more of the quantity is better. Other
+# quantities are called "higher" or "lower".
 _LOWER_IS_BETTER = ("loss", "error", "perplexity")
 _HIGHER_IS_BETTER = ("accuracy",)
-# Two budgets, which are sums of rounded numbers, count as equal up to this relative error.
+# Totals are sums of rounded numbers, so they count as equal up to this relative error.
 _ROUNDING = 1e-9
-# The accepted probability of claiming a difference that is not real.
+# The accepted probability of calling a difference real that is not.
 _LEVEL = 0.05
 
 
@@ -50,11 +49,11 @@ class RaceResult:
     seeds: the seeds, in the order of the curves' rows.
     curves: arrays ``(n, m)`` by method and quantity: the metrics of `evaluate`, and the ``training
       loss``, the mean over the steps since the previous point.
-    spent: arrays ``(m,)`` by method and budget, the totals at each point: the ``steps``; the
-      ``gradient_evaluations`` of the first seed; the ``seconds`` that the steps of one seed took,
-      nan if the race was interrupted before it measured them.
+    spent: arrays ``(m,)`` by method and budget, with what was spent until each point: ``steps``;
+      ``gradient_evaluations`` of the first seed; ``seconds`` that the steps of one seed took, nan
+      if the race was interrupted before it measured the time.
     complete: False if the race was interrupted, so that seeds are missing.
-    averaged: the methods that `evaluate` measured at an average of the params.
+    averaged: the methods of which `evaluate` measured an average of the params.
   """
 
   seeds: tuple[int, ...]
@@ -74,7 +73,7 @@ class RaceResult:
 
   @property
   def quantities(self) -> list[str]:
-    """The names of the metrics, and of the training loss."""
+    """The names of the metrics of `evaluate`, and ``"training loss"``."""
     return list(self.curves[self.baseline])
 
   def diverged(self, name: str) -> np.ndarray:
@@ -83,10 +82,10 @@ class RaceResult:
     return ~np.isfinite(self.curves[name][LOSS][:, -1])
 
   def budget(self, name: str, of: str) -> float:
-    """Returns the smaller total of a method and the baseline; nan if a total is unknown.
+    """Returns the total at which a method and the baseline are compared: the smaller of theirs.
 
-    If one of the two diverged on every seed, returns the total of the other. For the baseline
-    itself, returns the baseline's total.
+    If one of the two diverged on every seed, returns the total of the other. Returns nan if a total
+    is unknown.
 
     Args:
       name: the name of the method.
@@ -103,7 +102,7 @@ class RaceResult:
 
     Returns:
       An array ``(n,)``, interpolated between the points of each seed's curve; nan for a seed that
-      diverged, or if the first point is past the budget.
+      diverged, or whose curve begins after the budget.
     """
     return self._values_at(name, quantity, of, self.budget(name, of))
 
@@ -126,8 +125,8 @@ class RaceResult:
 
     Returns:
       The mean over the seeds on which neither method nor baseline diverged (nan if there is none),
-      and half of its 95 % interval by Student's t (None for a single seed). The interval is not
-      corrected for the number of comparisons; the results of :meth:`p_values` are.
+      and half of the mean's 95 % interval by Student's t (None for a single seed). The interval is
+      not corrected for the number of comparisons; the results of :meth:`p_values` are.
     """
     differences = self._differences(name, quantity, of)
     if len(differences) < 2:
@@ -141,9 +140,9 @@ class RaceResult:
   ) -> dict[str, dict[str, float]]:
     """Returns the p-value of each method's difference to the baseline, corrected by Holm's method.
 
-    The p-values come from Student's t-test of the paired differences. If one calls each difference
-    with a corrected p-value of at most 0.05 real, the probability of at least one false call is at
-    most 0.05. Budgets at which a method has the same differences count as one comparison.
+    The p-values come from Student's t-test of the paired differences. If each difference with a
+    corrected p-value of at most 0.05 is called real, the probability of one or more false calls is
+    at most 0.05. Budgets at which a method has the same differences count as one comparison.
 
     Args:
       quantity: the quantity to compare.
@@ -161,7 +160,7 @@ class RaceResult:
     }
 
   def _test(self, name: str, quantity: str, budget: str) -> tuple[str, bytes]:
-    """Returns the key of a test; budgets at which a method has the same differences share it."""
+    """Returns the key of a test; budgets at which a method has equal differences share a key."""
     return name, self._differences(name, quantity, budget).tobytes()
 
   def _tests(self, quantity: str, budgets: Sequence[str]) -> dict[tuple[str, bytes], float]:
@@ -177,18 +176,18 @@ class RaceResult:
   def _is_identical(self, name: str, quantity: str, budget: str) -> bool:
     """Returns whether method and baseline have equal curves, and equal values at the budget."""
     curves, baseline = self.curves[name][quantity], self.curves[self.baseline][quantity]
-    # The curves are compared step by step. If one method takes more time per step, the values at
-    # an equal time differ all the same.
+    # Even if the curves are equal step by step, the values at an equal time differ if one method
+    # takes more time per step.
     same = np.array_equal(curves, baseline, equal_nan=True)
     return same and not self._differences(name, quantity, budget).any()
 
   def conclusion(self) -> str:
-    """Says for each method whether it is better than the baseline, and by how much.
+    """Says for each method whether the method is better than the baseline, and by how much.
 
-    The sentences compare the first of `quantities`, at each kind of budget. A sentence calls a
-    method better or worse if its p-value is at most 0.05, corrected as in :meth:`p_values` for the
-    comparisons in all sentences; else it says that these seeds can't tell. Curves with the same
-    bits in every seed are called identical.
+    The first of `quantities` is compared, at each kind of budget. A method is called better or
+    worse if its p-value is at most 0.05, corrected as in :meth:`p_values` for the comparisons in
+    all sentences; else the sentence says that these seeds can't tell. Curves with the same bits in
+    every seed are called identical.
 
     Returns:
       A line for each method except the baseline.
@@ -214,7 +213,7 @@ class RaceResult:
   def _outcome(
     self, name: str, quantity: str, budget: str, tests: Mapping[tuple[str, bytes], float]
   ) -> str:
-    """Returns the comparison at one budget in words; "" if no seed has values at the budget."""
+    """Returns a sentence about one budget; "" if no seed has values at the budget."""
     mean, half = self.difference(name, quantity, budget)
     seeds = len(self._differences(name, quantity, budget))
     if not seeds:
@@ -237,8 +236,8 @@ class RaceResult:
     """Returns the curves as columns, for ``pandas.DataFrame(result.to_dict())`` or JSON.
 
     Returns:
-      Lists of the same length, with an entry for each method, seed and point. Their names are
-      ``method``, ``seed``, ``steps``, ``gradient_evaluations``, ``seconds`` and the quantities.
+      Lists of the same length, with an entry for each method, seed and point. The lists are named
+      ``method``, ``seed``, ``steps``, ``gradient_evaluations``, ``seconds``, and as the quantities.
     """
     names = ("method", "seed", *BUDGETS, *self.quantities)
     columns: dict[str, list[Any]] = {name: [] for name in names}
@@ -255,11 +254,11 @@ class RaceResult:
     """Returns Markdown tables: one for each quantity, and one of the cost of a step.
 
     Returns:
-      The tables, each with a heading. A cell is the mean ± the standard deviation over seeds; in
-      parentheses follows the paired difference to the baseline ± half of its 95 % interval. If
-      methods have different budgets, each cell names its budget; the baseline's cell is at the
-      baseline's total. A sentence names the methods in `averaged`. If there are several methods, an
-      explanation of the parentheses and :meth:`conclusion` follow.
+      The tables, each with a heading. A cell holds the mean ± the standard deviation over seeds,
+      and in parentheses the paired difference to the baseline ± half of its 95 % interval. If
+      methods have different budgets, each cell names its budget; the baseline's is its total. A
+      sentence names the methods in `averaged`. If there are several methods, an explanation of the
+      parentheses and :meth:`conclusion` follow.
     """
     sections = [] if self.complete else [f"Interrupted: of the seeds only {self.seeds} are there."]
     for quantity in self.quantities:
@@ -291,7 +290,7 @@ class RaceResult:
     return "\n\n".join(sections)
 
   def _column(self, quantity: str, budget: str) -> list[str]:
-    """Returns a column of a table; its header names the budget if all comparisons have the same."""
+    """Returns a column of a table; the header names the total if all methods share it."""
     compared = [name for name in self._compared if not self.diverged(name).all()]
     ends = {name: self.budget(name, budget) for name in self.curves}
     shared = {f"{ends[name]:,.4g}" for name in compared or [self.baseline]}
@@ -321,10 +320,10 @@ class RaceResult:
     quantities: Sequence[str] | None = None,
     against: Sequence[str] = tuple(BUDGETS),
   ) -> "Figure":
-    """Draws the curves: the mean over seeds, in a band of one standard deviation to each side.
+    """Draws the mean of each curve over seeds, in a band of one standard deviation to each side.
 
     Args:
-      quantities: the quantities to draw, each in a row of panels; None: the first of `quantities`.
+      quantities: the quantities to draw, each in a row of panels; None: the first quantity.
       against: the budgets on the horizontal axes, each in a column of panels: ``"steps"``,
         ``"gradient_evaluations"``, ``"seconds"``. A single column is drawn as a row.
 
@@ -340,7 +339,7 @@ class RaceResult:
 
 
 def p_value(differences: np.ndarray) -> float:
-  """Returns the two-sided p-value of Student's t-test that `differences` have the mean 0."""
+  """Returns the two-sided p-value of Student's t-test for a mean of `differences` of 0."""
   error = np.std(differences, ddof=1) / math.sqrt(len(differences))
   mean = abs(np.mean(differences))
   if not error:
@@ -358,10 +357,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def _interpolate(x: np.ndarray, y: np.ndarray, at: float) -> float:
-  """Returns the value at `at` of the curve through the points (x, y); nan outside of the curve.
-
-  `x` must ascend. Points that are not finite are left out.
-  """
+  """Interpolates the finite points (x, y), where `x` ascends, at `at`; nan outside of the curve."""
   finite = np.isfinite(x) & np.isfinite(y)
   x, y = x[finite], y[finite]
   if not x.size or not x[0] * (1 - _ROUNDING) <= at <= x[-1] * (1 + _ROUNDING):
@@ -370,7 +366,7 @@ def _interpolate(x: np.ndarray, y: np.ndarray, at: float) -> float:
 
 
 def _word(quantity: str, difference: float) -> str:
-  """Returns better or worse if the quantity's name tells the direction, else higher or lower."""
+  """Returns "better" or "worse" if the quantity's name tells which, else "higher" or "lower"."""
   lower = any(part in quantity.lower() for part in _LOWER_IS_BETTER)
   if lower or any(part in quantity.lower() for part in _HIGHER_IS_BETTER):
     return "better" if (difference < 0) == lower else "worse"

@@ -18,11 +18,11 @@ from optax_boost import _train_step
 from optax_boost._foundation import _checks, _progress, _types
 from optax_boost._race import _averages, _result
 
-# All methods are timed again until timing has taken `_TIMED_SECONDS`, at most `_MOST_TIMED` times.
+# Timing is repeated until it has taken `_TIMED_SECONDS`, at most `_MOST_TIMED` times.
 _TIMED_SECONDS, _MOST_TIMED = 2.0, 5
 # The number of batches that are made before the clock starts.
 _AHEAD = 8
-# The cost of a loss without a gradient. A gradient, whose cost is 1, takes as long as 3 losses.
+# The cost of a loss without a gradient. A gradient, of cost 1, takes about as long as 3 losses.
 _COST_OF_VALUE = 1 / 3
 # The name of the metric if `evaluate` returns a scalar.
 _UNNAMED = "evaluation"
@@ -51,20 +51,19 @@ class Problem:
 
   @property
   def blocks(self) -> list[int]:
-    """The number of steps from the previous point to each point of the curves."""
+    """The number of steps in each block, from one point of the curves to the next."""
     every = -(-self.steps // self.points)
     return [every] * ((self.steps - 1) // every) + [(self.steps - 1) % every + 1]
 
   def train_step(
     self, loss_fn: _types.LossFn, tx: optax.GradientTransformation
   ) -> _train_step.TrainStep:
-    """Returns the train step of a method with the transformation `tx`."""
     return _train_step.make_train_step(
       loss_fn, tx, has_model_state=self.has_model_state, full_grad_fn=self.full_grad_fn
     )
 
   def start(self, seed: int) -> tuple[_types.Params, _types.ModelState | None]:
-    """Returns the initial params and statistics; the statistics are None if the loss takes none."""
+    """Returns the initial params, and the initial statistics or None if the loss takes none."""
     initial = self.init_fn(jax.random.key(seed))
     if not self.has_model_state:
       return initial, None
@@ -76,17 +75,14 @@ class Problem:
     return initial
 
   def key(self, seed: int) -> jax.Array | None:
-    """Returns the key of a seed's training, or None if the loss takes no key.
-
-    The key differs from the key of the initial params.
-    """
+    """Returns a key for a seed's training, not that of `init_fn`; None if the loss takes no key."""
     takes_key = {"rng", "key"} & set(inspect.signature(self.loss_fn).parameters)
     return jax.random.fold_in(jax.random.key(seed), 1) if takes_key else None
 
   def measure(
     self, params: _types.Params, model_state: _types.ModelState | None
   ) -> dict[str, float]:
-    """Calls `evaluate`; returns its metrics by name as floats."""
+    """Calls `evaluate`; returns the metrics by name, as floats."""
     if self.evaluate is None:
       return {}
     output = self.evaluate(*((params, model_state) if self.has_model_state else (params,)))
@@ -102,7 +98,7 @@ class Problem:
 
 
 class _Counter:
-  """Adds up the cost of a loss's evaluations while programs run; the unit is a gradient."""
+  """Adds up the costs of the losses and gradients that running programs evaluate."""
 
   def __init__(self) -> None:
     self._cost = 0.0
@@ -127,7 +123,7 @@ class _Counter:
     self._cost += cost
 
   def total(self) -> float:
-    """Waits for running programs; returns the cost of the evaluations so far, in gradients."""
+    """Waits for running programs; returns the costs so far, in gradient evaluations."""
     jax.effects_barrier()
     return self._cost
 
@@ -169,8 +165,8 @@ class Method:
     self._step = problem.train_step(problem.loss_fn, tx)
     self._counting = problem.train_step(self._counter.mark(problem.loss_fn), tx)
     self._vmapped = jax.jit(jax.vmap(lambda *args: self._step(*args)), donate_argnums=0)
-    # Whether the method freezes layers. The host then chooses the program of each step by the
-    # number of frozen groups, so the step can't be vmapped, and the first timed training compiles.
+    # If the method freezes layers, the host chooses the program of each step by the number of
+    # frozen groups, so the step can't be vmapped, and the first timed training compiles.
     self.freezes = False
     # Whether `evaluate` gets an average of the params.
     self.is_averaged = False
@@ -182,7 +178,7 @@ class Method:
 
   @property
   def spent(self) -> dict[str, np.ndarray]:
-    """The totals at each point, by budget; a block's time is from its fastest timed training."""
+    """The totals at each point, by budget; a block's time is the shortest of all timings."""
     seconds = np.min(self.block_seconds or [self._evaluations * math.nan], axis=0)
     return {
       "steps": np.cumsum(self._problem.blocks),
@@ -191,12 +187,12 @@ class Method:
     }
 
   def curves(self, seeds: Sequence[int]) -> dict[str, np.ndarray]:
-    """Returns the curves of each quantity: an array with a row for each of `seeds`."""
+    """Returns for each quantity an array with the curve of each of `seeds` as a row."""
     rows = [self.points[seed] for seed in seeds]
     return {name: np.array([[point[name] for point in row] for row in rows]) for name in rows[0][0]}
 
   def begin(self, seed: int, step: _train_step.TrainStep | None = None) -> _Training:
-    """Returns a new training of one seed, with `step` or, if that is None, the method's step."""
+    """Returns a new training of one seed, with `step` or by default the method's step."""
     step, problem = step or self._step, self._problem
     state = step.init(*problem.start(seed))
     return _Training(step, state, problem.batches(seed), problem.key(seed))
@@ -221,7 +217,7 @@ class Method:
       self._record(seeds, _Training(self._vmapped, states, feed, keys))
 
   def _record(self, seeds: Sequence[int], training: _Training) -> list[float]:
-    """Trains, and stores each seed's metrics; returns the gradients counted until each point."""
+    """Trains, and stores each seed's metrics; returns the cost counted until each point."""
     points: dict[int, list[dict[str, float]]] = {seed: [] for seed in seeds}
     totals = []
     for length in self._problem.blocks:
@@ -245,7 +241,7 @@ class Method:
   def _params_to_evaluate(
     self, state: _train_step.TrainState, seeds: int
   ) -> tuple[_types.Params, _types.ModelState]:
-    """Returns the params and statistics to evaluate: averages, if the optimizer keeps them.
+    """Returns the params and statistics to evaluate, which are averages if the optimizer keeps any.
 
     For several seeds, all arrays have a leading axis of seeds.
     """
@@ -274,7 +270,7 @@ def train(
 ) -> bool:
   """Counts gradients and times steps on the first seed, then trains the other seeds.
 
-  Returns whether all ended. Returns False after Ctrl-C if every method has trained a seed by then.
+  Returns whether all trainings ended: False after Ctrl-C, if every method has trained a seed.
   """
   first, *later_seeds = seeds
   counts = [(name, method.count, (first,)) for name, method in methods.items()]
@@ -296,9 +292,9 @@ def train(
 
 
 def _clock(methods: Mapping[str, Method], blocks: Sequence[int], seed: int) -> None:
-  """Times each block of steps with all methods, one after the other in random order.
+  """Times each block with all methods, one after the other in random order.
 
-  So other work of the machine slows all methods alike. Short trainings are timed several times.
+  So other work on the machine slows all methods alike. Short trainings are timed several times.
   """
   shuffled, spent = random.Random(0), 0.0
   minimum = 2 if any(method.freezes for method in methods.values()) else 1

@@ -1,23 +1,21 @@
-"""Reads a traced loss: the axes of its params, their order, and groups of layers.
+"""Reads from a traced loss the axes of its params, their order, and groups of layers.
 
 Methods that act layer by layer must know where a layer begins: LARS takes a norm of each layer,
 centralization a mean over the inputs of each output, and freezing stops the first layers. The names
-and shapes of params do not tell where a layer begins, but the program of the loss does. The
-analyses trace the loss, and follow each leaf of the params to the equations in which it meets data.
-They compute no arrays.
+and shapes of params do not tell where a layer begins, but the program of the loss does. So the
+analyses trace the loss, and follow each leaf of the params to the equations that use the leaf. The
+analyses compute no arrays. Their terms:
 
-Terms, each for one thing:
-
-  leaf        an array of the params; it has *axes*. All other values of the program have
-              *dimensions*.
+  leaf        an array of the params. A leaf has *axes*, another value has *dimensions*.
   data        a value that is computed from the batch.
-  use         an equation in which a leaf meets data: ``dot_general`` of data and a kernel.
-  axis map    for a value computed from one leaf, the leaf's axis along each of its dimensions.
-  fan-in      the axes of a leaf that its first use sums over: the inputs of an output.
+  use         an equation in which a leaf *meets data*: one operand is computed from the leaf,
+              another is data, as in ``dot_general`` of a kernel and activations.
+  axis map    for a value computed from a leaf: which axis of the leaf runs along each dimension.
+  fan-in      the axes of a leaf that a product with its input sums over.
   stacked     the axes along which a leaf holds several kernels, biases or scales.
   layer       one slice of a leaf along its stacked axes; a leaf without stacked axes is one layer.
   block       leaves, and layers of stacked leaves, that are always in the same group.
-  group       some blocks in a row. The first groups can be frozen.
+  group       one block or several blocks in a row. The first groups can be frozen.
 
 An example. The loss scans over two layers, whose kernels are one leaf, and has a head:
 
@@ -38,8 +36,8 @@ An example. The loss scans over two layers, whose kernels are one leaf, and has 
 >>> [equation.primitive.name for equation in program.jaxpr.eqns]
 ['scan', 'dot_general', 'reduce_sum']
 
-*From the jaxpr to uses.* ``LeafUses`` interprets the program. In place of arrays it computes with
-abstract values, which tell whether data went into them and which axes of a leaf run along their
+*From the jaxpr to uses.* ``LeafUses`` interprets the program with abstract values instead of
+arrays. An abstract value tells whether it is data, and which axes of a leaf run along its
 dimensions. Each step of the scan gets one slice of ``hidden``:
 
         x [4, 8]                  hidden [2, 8, 8]            head [8, 3]
@@ -73,7 +71,7 @@ dimensions. Each step of the scan gets one slice of ``hidden``:
 >>> head_use.leaf, head_use.kind.name, set(head_use.fan_in), set(head_use.stacked)
 (0, 'CONTRACTED', {0}, set())
 
-*From uses to axes.* The first use that tells the roles of a leaf's axes decides on the roles:
+*From uses to axes.* The uses of a leaf tell which of its axes are layers, fan-in and outputs:
 
 >>> from optax_boost._trace import _layer_axes
 >>> described = _layer_axes.layer_axes(loss_fn, params, jnp.ones((4, 8)))
@@ -81,8 +79,8 @@ dimensions. Each step of the scan gets one slice of ``hidden``:
 head: fan-in (0,), outputs (1,)
 hidden: layers (0,), fan-in (1,), outputs (2,)
 
-*From uses to groups.* The two steps of the scan and the head are a chain: each layer meets data
-that were computed with the layer before it. So each layer is a block:
+*From uses to groups.* The two steps of the scan and the head are a chain, since each layer meets
+data that were computed with the layer before it. So each layer is a block:
 
 >>> from optax_boost._trace import _layer_groups
 >>> print(_layer_groups.layer_groups(loss_fn, params, jnp.ones((4, 8))))
@@ -91,25 +89,24 @@ group 1: 64 parameters (42.1 %): hidden[1:2]
 group 2: 24 parameters (15.8 %), never frozen: head
 blocks: each layer of a chain; for others pass blocks="..."
 
-*Back to the loss.* With the first group frozen, ``_frozen_scans`` computes the program again with
-``hidden`` in two parts, of which the first has no derivative. Its scan becomes two scans, and JAX
-leaves out the backward pass of the first.
+*Back to the loss.* If the first group is frozen, ``_frozen_scans`` computes the program again with
+``hidden`` in two parts, of which the first has no derivative. The scan becomes two scans, and JAX
+leaves out the backward pass of the first scan.
 
 The modules, each of which imports those before it:
 
-  _jaxpr          an interpreter of jaxprs that enters scans, conditionals and calls; analyses are
-                  its subclasses
+  _jaxpr          an interpreter of jaxprs; the analyses are its subclasses
   _axis_map       axis maps
-  _losses         traces of loss functions, and which arguments of a loss are data
+  _losses         traces losses, and tells which arguments of a loss are data
   _primitives     ``RULES``: how each primitive moves axis maps. If a primitive has no rule, the
                   axes of the leaves that enter the primitive are unknown, and methods warn
   _leaf_uses      the interpreter that finds uses, and scans over layers
   _layer_axes     ``layer_axes``: the axes of each leaf, as its uses tell
   _flow           which leaves are upstream of a leaf: used to compute the data that the leaf meets
-  _traced_leaves  the leaves of a traced loss, their uses, and which leaves follow which
-  _series         series of modules or of a scan's steps, found or selected by patterns
-  _blocks         blocks: the outermost series, the layers of a chain, or what patterns select
+  _traced_leaves  the leaves of a traced loss, and the order in which the loss uses them
+  _series         finds series: repeated modules in a row, or the steps of a scan
+  _blocks         makes blocks of a series, of a chain of layers, or of what patterns select
   _position_tables  finds the tables of learned positions
-  _layer_groups   ``layer_groups``: groups of blocks, and the group of each leaf or layer
+  _layer_groups   ``layer_groups``: makes groups of blocks
   _frozen_scans   evaluates a loss with frozen layers in its scans
 """

@@ -1,9 +1,7 @@
-"""Axis maps: which axes of a leaf run along which dimensions of a value.
+"""Axis maps: which axes of a leaf (an array of the params) run along which dimensions of a value.
 
-Leaves have axes, all other values of a program have dimensions. A value that is computed entry by
-entry from a leaf (by casts, transposes, reshapes, slices, sums with constants) has an *axis map*,
-which gives for each of its dimensions the axis of the leaf that runs along it. A reshape may split
-an axis into *sub-axes* and merge sub-axes into one dimension, so a dimension is a tuple of them:
+A reshape may split an axis of a leaf into *sub-axes*, and merge sub-axes into one dimension. So an
+axis map holds a tuple of sub-axes for each dimension of a value, written ``axis:size`` here:
 
   kernel                [8, 12]      dims ((0:8,), (1:12,))
   kernel.reshape(8,3,4) [8, 3, 4]    dims ((0:8,), (1:3,), (1:4,))
@@ -18,14 +16,13 @@ NO_AXIS = -1
 
 
 class SubAxis(NamedTuple):
-  """A part of a leaf's axis, or, with axis `NO_AXIS`, of a dimension along which no axis runs."""
+  """A part of a leaf's axis; with axis `NO_AXIS`, of a dimension along which no axis runs."""
 
   axis: int
   size: int
 
 
-# The sub-axes that run along a dimension of a value, the outermost first. The size of the dimension
-# is the product of their sizes.
+# The sub-axes along a dimension, the outermost first. Their sizes multiply to the dimension's size.
 Dimension: TypeAlias = tuple[SubAxis, ...]
 
 
@@ -33,13 +30,12 @@ class AxisMap(NamedTuple):
   """The axes of a leaf along the dimensions of a value.
 
   Attributes:
-    leaf: the number of the leaf.
-    dims: the dimensions of the value.
-    sliced: the axes along which the value is one slice of the leaf, taken by a scan or an index.
-    gathered: the axes along which the value is one slice of the leaf, chosen by data.
+    leaf: the leaf's index in ``jax.tree.leaves(params)``.
+    dims: for each dimension of the value, the sub-axes along it.
+    sliced: the axes along which a scan, or an index in the program, took one slice of the leaf.
+    gathered: the axes along which data chose one slice of the leaf.
     contracted: the axes that a product with other params, or with constants, has summed over.
-    has_inputs: whether the leaf was the kernel in a product with other params or constants, so that
-      `contracted` are its inputs.
+    has_inputs: whether the leaf was the kernel in such a product; then `contracted` is its fan-in.
   """
 
   leaf: int
@@ -50,12 +46,12 @@ class AxisMap(NamedTuple):
   has_inputs: bool = False
 
   def axes(self, dims: Iterable[int] | None = None) -> frozenset[int]:
-    """Returns the leaf's axes that run along the dimensions `dims` (None: along any dimension)."""
+    """Returns the leaf's axes that run along the dimensions `dims` (None: all dimensions)."""
     chosen = self.dims if dims is None else [self.dims[i] for i in dims]
     return frozenset(part.axis for dim in chosen for part in dim if part.axis != NO_AXIS)
 
   def first_slice(self) -> "AxisMap":
-    """Returns the map of one slice along the first dimension, as a step of a scan gets it."""
+    """Returns the map of one slice along the first dimension, which a step of a scan gets."""
     return self._replace(dims=self.dims[1:], sliced=self.sliced | self.axes([0]))
 
   def stack(self) -> "AxisMap":
@@ -63,10 +59,7 @@ class AxisMap(NamedTuple):
     return self._replace(dims=((), *self.dims))
 
   def slice_along(self, dims: Iterable[int], by_data: bool) -> "AxisMap":
-    """Notes that a slice along the dimensions `dims` was taken; returns a map with equal `dims`.
-
-    `by_data` tells whether data, not the program, chose the slice.
-    """
+    """Returns a copy whose `gathered` (if `by_data`) or `sliced` includes the axes along `dims`."""
     axes = self.axes(dims)
     if by_data:
       return self._replace(gathered=self.gathered | axes)
@@ -75,7 +68,7 @@ class AxisMap(NamedTuple):
   def resize(self, shape: Sequence[int], by_data: bool) -> "AxisMap | None":
     """Returns the map after slicing or padding to a shape; None if the shape has another rank.
 
-    Along a dimension, a result of one entry counts as a slice, and so does any that data chose.
+    A dimension whose size changes counts as sliced if one entry is left, or if data chose entries.
     """
     if not self.dims:
       return self._replace(dims=tuple(map(no_axis, shape)))
@@ -92,7 +85,7 @@ class AxisMap(NamedTuple):
     return self.slice_along(chosen, by_data)._replace(dims=tuple(dims))
 
   def reshape(self, order: Sequence[int], shape: Sequence[int]) -> "AxisMap | None":
-    """Returns the map after a transpose and a reshape, or None if a sub-axis is split unevenly."""
+    """Returns the map after a transpose to `order` and a reshape; None if a split is uneven."""
     dims = _split_and_merge([part for i in order for part in self.dims[i]], shape)
     return None if dims is None else self._replace(dims=dims)
 
@@ -108,17 +101,16 @@ def no_axis(size: int) -> Dimension:
 
 
 def is_axis(dim: Dimension, shape: Sequence[int]) -> bool:
-  """Returns whether exactly one whole axis of a leaf of this shape runs along a dimension."""
+  """Returns whether one whole axis of a leaf of this shape, and nothing else, runs along `dim`."""
   return len(dim) == 1 and dim[0].axis != NO_AXIS and dim[0].size == shape[dim[0].axis]
 
 
 def size_of(dim: Dimension) -> int:
-  """Returns the size of a dimension."""
   return math.prod(part.size for part in dim)
 
 
 def _split_and_merge(parts: list[SubAxis], shape: Sequence[int]) -> tuple[Dimension, ...] | None:
-  """Returns a shape's dimensions, made of sub-axes in order; None if they do not divide evenly."""
+  """Splits and merges sub-axes, in order, into a shape's dimensions; None if a split is uneven."""
   if 0 in shape:
     return None
   remaining = parts[::-1]

@@ -1,11 +1,7 @@
-"""The blocks of a model, from which groups of layers are made.
+"""Divides a model into blocks, of which ``_layer_groups`` makes groups of layers.
 
-A *block* is a set of leaves, or of layers of leaves, that are in the same group: a module that the
-model repeats, a step of a scan over layers, or the leaves that the loss uses before or after these.
-A leaf is in one block; if a scan slices the leaf, each layer of the leaf is in one block.
-
-Blocks in a row are a *series* (``_series``). If a model has several outermost series, or neither a
-series nor a chain of layers, :class:`Unclear` names patterns among which the user must choose.
+A *block* is a module that the model repeats, a step of a scan over layers, or the leaves that the
+loss uses before or after all of these. Blocks in a row are a *series* (``_series``).
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,7 +15,7 @@ from optax_boost._trace import _leaf_uses, _series, _traced_leaves
 
 
 class Unclear(Exception):
-  """The trace does not decide which the blocks are; the message tells which argument to pass."""
+  """Raised if the trace doesn't tell the blocks; the message proposes values of `blocks`."""
 
 
 class Blocks(NamedTuple):
@@ -28,7 +24,6 @@ class Blocks(NamedTuple):
   Attributes:
     by_leaf: for each leaf that the loss uses, a list with the number of its block, or, if a scan
       slices the leaf, the number of each layer's block.
-    num_blocks: the number of blocks.
     origin: a line for ``print``, which tells what the blocks are, and how to choose other blocks.
   """
 
@@ -38,10 +33,10 @@ class Blocks(NamedTuple):
 
 
 def blocks_by_default(model: _traced_leaves.Model, num_groups: int | None = None) -> Blocks:
-  """Returns the blocks of the outermost series, or of a plain chain of layers.
+  """Returns the blocks of the only outermost series, or else of a plain chain of layers.
 
-  If there is neither, but `num_groups` is given, layers side by side form a block, so that no group
-  ends between them. Raises :class:`Unclear` if the blocks can't be told.
+  Without either, parallel layers share a block if `num_groups` blocks or more remain; else modules
+  of one kernel each may be a series. Raises :class:`Unclear` if there is not exactly one series.
   """
   every, outermost = _series.find_series(model)
   if not outermost:
@@ -73,7 +68,7 @@ def blocks_of_layers(model: _traced_leaves.Model) -> Blocks:
 
 
 def blocks_of_patterns(model: _traced_leaves.Model, patterns: Sequence[str]) -> Blocks:
-  """Returns the blocks of series side by side; each pattern selects one series."""
+  """Returns the blocks of parallel series, such as two towers; each pattern selects one series."""
   towers = [_series.select(model, pattern) for pattern in patterns]
   seen: dict[int, str] = {}
   for tower in towers:
@@ -89,7 +84,7 @@ def blocks_of_patterns(model: _traced_leaves.Model, patterns: Sequence[str]) -> 
 
 
 def check_patterns(blocks: _types.Unchecked) -> tuple[str, ...]:
-  """Checks the argument `blocks`, and returns it as a tuple of patterns."""
+  """Checks the argument `blocks` of `layer_groups`, and returns a tuple of patterns."""
   patterns = (blocks,) if isinstance(blocks, str) else blocks
   if not (
     isinstance(patterns, list | tuple) and patterns and all(isinstance(p, str) for p in patterns)
@@ -102,7 +97,7 @@ def check_patterns(blocks: _types.Unchecked) -> tuple[str, ...]:
 
 
 def _is_finer(model: _traced_leaves.Model, inner: _series.Series, outer: _series.Series) -> bool:
-  """Returns whether `inner` divides most of the kernels of `outer` into more blocks."""
+  """Returns whether `inner` has more blocks than `outer`, and more than half as many kernels."""
   kernels = [len(series.leaves.intersection(model.kernels)) for series in (inner, outer)]
   return inner.length > outer.length and 2 * kernels[0] > kernels[1]
 
@@ -113,7 +108,7 @@ def _describe(series: _series.Series) -> str:
 
 
 def _ask_which_series(model: _traced_leaves.Model, outermost: list[_series.Series]) -> str:
-  """Returns the message for a model with several series, with code for each choice."""
+  """Returns the message for a model with several series; it has a value of `blocks` per choice."""
   patterns = [series.pattern for series in outermost]
   beside = ", ".join(map(_series.quoted, patterns))
   chain = "|".join(patterns)
@@ -132,7 +127,7 @@ def _ask_which_series(model: _traced_leaves.Model, outermost: list[_series.Serie
 
 
 def _ask_for_blocks(model: _traced_leaves.Model) -> str:
-  """Returns the message for a model without a series, with code for possible choices."""
+  """Returns the message for a model without a series; it proposes values of `blocks`."""
   top = model.top_modules()
   large = [m for m, leaves in top.items() if len(set(leaves).intersection(model.kernels)) > 1]
   answers = []
@@ -154,13 +149,13 @@ def _ask_for_blocks(model: _traced_leaves.Model) -> str:
 
 
 def _place(model: _traced_leaves.Model, towers: Sequence[_series.Series], origin: str) -> Blocks:
-  """Returns the blocks of series side by side; the last blocks of all series have one number.
+  """Returns the blocks of parallel series; the last blocks of all series have the same number.
 
-  :func:`_place_beside` numbers the blocks of the leaves that are in no series.
+  A *place* is a block's number before the numbers that no leaf has are removed.
   """
   depth = max(tower.length for tower in towers)
   places: dict[int, list[int]] = {}
-  # The parts, each with the place of its first block, and whether it is the first of its series.
+  # For each part: the place of its first block, the part, and whether the part begins its series.
   parts: list[tuple[int, _traced_leaves.Part, bool]] = []
   for tower in towers:
     place = depth - tower.length
@@ -184,10 +179,10 @@ def _place_beside(
 ) -> int:
   """Returns the place of a leaf that is in no series: -1 (before all blocks) to `after_all`.
 
-  A leaf that all steps of a scan use has the place of the first step. Another leaf is after all
-  blocks if no block gets data from the leaf. Else it has the place of the last block from which the
-  leaf gets data. Else it has the place of the first block that gets data from the leaf, or, if the
-  loss uses the leaf before a block that begins a series, the place before this block.
+  A leaf that all steps of a scan use is placed at the first step, a leaf from which no block gets
+  data at `after_all`, and a leaf that gets data from blocks at the last of these blocks. Any other
+  leaf is placed at the first block that gets data from the leaf; or, if the loss uses the leaf
+  before this block and the block begins a series, one place before the block.
   """
   upstream = model.flow.upstream[leaf]
   before = [(place, part) for place, part, _ in parts if not upstream.isdisjoint(part.leaves)]
@@ -206,7 +201,7 @@ def _place_beside(
 
 
 def _shared(model: _traced_leaves.Model, scan: _leaf_uses.LayerScan) -> set[int]:
-  """Returns the leaves that all steps of a scan use: constants, and leaves first used inside."""
+  """Returns the leaves that all steps of a scan use: constants, and unsliced leaves used inside."""
   order = list(model.order)
   positions = [model.order[i] for i in scan.axis_of if i in model.order]
   between = order[min(positions) : max(positions)] if positions else []
@@ -229,7 +224,7 @@ def reused(model: _traced_leaves.Model, blocks_of_leaf: Mapping[int, list[int]])
 
 
 def _find_layers(model: _traced_leaves.Model) -> list[_traced_leaves.Part]:
-  """Returns the layers, by first use: kernels, recurrences and scans."""
+  """Returns the layers by first use; a layer is a kernel, the leaves of a recurrence, or a scan."""
   scanned = {leaf for scan in model.layer_scans for leaf in scan.axis_of}
   layers: list[set[int]] = []
   for kernel in [i for i in model.kernels if i not in scanned]:
@@ -247,14 +242,14 @@ def _find_layers(model: _traced_leaves.Model) -> list[_traced_leaves.Part]:
 
 
 def _recur(model: _traced_leaves.Model, first: int, second: int) -> bool:
-  """Returns whether two leaves are in one recurrence: in one loop, or each upstream of both."""
+  """Returns whether two leaves are in one recurrent loop, or each is upstream of both leaves."""
   ever = model.flow.ever_upstream
   pair = {first, second}
   return pair <= ever[first] & ever[second] or any(pair <= loop for loop in model.flow.recurrent)
 
 
 def _are_chained(model: _traced_leaves.Model, layers: list[_traced_leaves.Part]) -> bool:
-  """Returns whether each layer follows the layer before it; a single layer must be one kernel."""
+  """Returns whether each layer gets data from the previous one; a single layer is one kernel."""
   if len(layers) == 1 and layers[0].scan is None:
     return len(layers[0].leaves.intersection(model.kernels)) == 1
   return all(model.follows(b.leaves, a.leaves) for a, b in itertools.pairwise(layers))
@@ -263,7 +258,7 @@ def _are_chained(model: _traced_leaves.Model, layers: list[_traced_leaves.Part])
 def _join_modules(
   model: _traced_leaves.Model, layers: list[_traced_leaves.Part]
 ) -> list[_traced_leaves.Part]:
-  """Joins the layers of each innermost module, such as an adapter's factors; returns the layers."""
+  """Returns the layers, with layers of one innermost module (an adapter's factors) joined."""
   joined: dict[str, _traced_leaves.Part] = {}
   for number, layer in enumerate(layers):
     modules = {model.leaves[leaf].path.rpartition("/")[0] for leaf in layer.leaves}
@@ -277,7 +272,7 @@ def _join_modules(
 def _join_parallel(
   model: _traced_leaves.Model, layers: list[_traced_leaves.Part]
 ) -> list[_traced_leaves.Part]:
-  """Joins layers side by side; in the returned list, each layer follows all layers before it."""
+  """Returns the layers, with parallel layers joined, so that each gets data from all before it."""
   follows = [{k for k, a in enumerate(layers) if model.follows(b.leaves, a.leaves)} for b in layers]
   joined: list[_traced_leaves.Part] = []
   for number, layer in enumerate(layers):
@@ -291,10 +286,10 @@ def _join_parallel(
 def _blocks_of_layers(
   model: _traced_leaves.Model, layers: list[_traced_leaves.Part], origin: str
 ) -> Blocks:
-  """Returns a block for each layer, and, before them, a block of the tables used before all layers.
+  """Returns a block for each layer, and a first block for tables that are used before all layers.
 
-  Another leaf, such as a bias, joins the only layer of its innermost module. Without such a layer,
-  it joins the last layer that is used before the leaf, or the first layer.
+  Another leaf, such as a bias, joins the layer of its innermost module if the module has only one;
+  else the leaf joins the layer that was used last before the leaf, or the first layer.
   """
   by_leaf: dict[int, list[int]] = {}
   layers_of: dict[str, set[int]] = {}
@@ -332,6 +327,6 @@ def _blocks_of_layers(
 
 
 def _modules_around(path: str) -> list[str]:
-  """Returns the paths of the modules around the innermost module of a leaf, from the root on."""
+  """Returns the paths of the modules that enclose a leaf's innermost module, from the root on."""
   names = path.split("/")[:-1]
   return ["/".join(names[:end]) for end in range(len(names))]

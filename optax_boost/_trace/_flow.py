@@ -1,7 +1,8 @@
 """The flow of data through the leaves: which leaves are upstream of which leaves.
 
-Leaf A is *upstream* of leaf B if the data that B meets were computed with A. The order in which a
-program uses A and B does not tell this: a program uses two parallel towers one after the other.
+Leaf A is *upstream* of leaf B if B is used on data (values computed from the batch) that were
+computed with A. The order in which a program uses A and B does not tell this, since a program uses
+two parallel towers one after the other.
 
 >>> import jax, jax.numpy as jnp
 >>> def loss_fn(params, x):
@@ -30,7 +31,7 @@ class Flow(NamedTuple):
   """The leaves upstream of each leaf.
 
   Attributes:
-    upstream: for each leaf, the leaves upstream of its first use, in a loop's first iteration.
+    upstream: for each leaf, the leaves upstream of its first use (in a loop, its first iteration).
     ever_upstream: for each leaf, the leaves upstream of any of its uses, in any loop iteration.
     recurrent: for each loop whose iterations depend on each other, the leaves that every iteration
       uses.
@@ -42,13 +43,13 @@ class Flow(NamedTuple):
 
 
 class _Value(NamedTuple):
-  """The abstract value of a variable. In a set of leaves, bit i of an integer stands for leaf i.
+  """The abstract value of a variable; a set of leaves is an integer whose bit i is leaf i.
 
   Attributes:
     is_data: whether the variable was computed from data.
-    met_leaves: the leaves that met data in the computation of the variable.
-    unmet_leaves: the leaves that the variable was computed from, and that have not met data.
-    is_penalty: whether the variable is a scalar that sums up params, as a weight decay does.
+    met_leaves: the leaves that were combined with data in the computation of the variable.
+    unmet_leaves: the leaves that the variable was computed from, without data.
+    is_penalty: whether the variable is a scalar that sums up params alone, as an L2 penalty.
   """
 
   is_data: bool = False
@@ -60,7 +61,8 @@ class _Value(NamedTuple):
 def trace_flow(program: _types.Jaxpr, num_leaves: int, data: Sequence[bool | None]) -> Flow:
   """Returns the leaves upstream of each leaf; the leaves are the first arguments of the program.
 
-  `data` flags the other arguments: True for data, None for constants.
+  `data` has a flag for each other argument: True for data, None for constants. If leaves meet data
+  in fewer than two equations, the next wider definition of data (:class:`DataKind`) is tried.
   """
   for definition in DataKind:
     analysis = _FlowAnalysis(definition)
@@ -88,7 +90,7 @@ def _leaves_in(bits: int) -> frozenset[int]:
 
 
 class _FlowAnalysis(_jaxpr.Interpreter[_Value]):
-  """Notes the leaves upstream of each leaf, under one definition of data."""
+  """Collects the leaves upstream of each leaf, under one definition of data."""
 
   def __init__(self, definition: DataKind) -> None:
     self._definition = definition
@@ -142,7 +144,7 @@ class _FlowAnalysis(_jaxpr.Interpreter[_Value]):
     return outputs
 
   def _note(self, meeting: int, met_leaves: int) -> None:
-    """Notes that the leaves `meeting` meet data that were computed with `met_leaves`."""
+    """Notes that the leaves `meeting` are used on data that were computed with `met_leaves`."""
     leaves = _leaves_in(meeting)
     self.num_meetings += any(leaf not in self.upstream for leaf in leaves)
     for leaf in leaves:

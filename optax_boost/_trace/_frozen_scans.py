@@ -1,11 +1,10 @@
-"""Evaluates a loss in whose scans some layers are frozen, so that JAX skips their backward pass.
+"""Evaluates a loss with frozen layers in its scans, so that JAX skips their backward pass.
 
-A leaf of which some layers are frozen enters the program as a *split array*: the leaf cut into
-parts along the axis of the layers, with ``stop_gradient`` around the frozen parts. A scan that
-slices the leaf is computed as one scan for each part. JAX leaves out the backward pass of a scan
-that no trained param enters. If a trained param enters through constants or the carry, JAX keeps
-the backward pass, so the gradients stay the same. An equation that can be computed part by part
-returns a split array; every other equation gets the concatenated leaf.
+A leaf of which some layers are frozen enters the program as a *split array*: the leaf is cut along
+the axis of the layers, and the frozen parts have passed ``stop_gradient``. A scan that slices the
+leaf is computed as one scan for each part, and JAX leaves out the backward pass of a scan that no
+trained param enters, also not by constants or the carry. An equation that can't be computed part by
+part gets the concatenated leaf.
 """
 
 from collections.abc import Sequence
@@ -40,10 +39,10 @@ _Splittable: TypeAlias = jax.Array | _SplitArray
 
 
 def split_frozen(stopped: jax.Array, leaf: jax.Array, frozen: bool | np.ndarray) -> _Splittable:
-  """Returns a leaf, an argument of :func:`evaluate`, whose frozen layers have no derivative.
+  """Returns a leaf for :func:`evaluate`, split if only some of its layers are frozen.
 
-  `stopped` is ``stop_gradient`` of the leaf. `frozen` is a bool, or an array of bools along the
-  axis of the layers. If only some layers are frozen, the result is a split array.
+  `stopped` is ``stop_gradient`` of the leaf. `frozen` is a bool for the leaf, or an array of a bool
+  for each layer that broadcasts against the leaf.
   """
   if np.all(frozen) or not np.any(frozen):
     return stopped if np.all(frozen) else leaf
@@ -62,10 +61,7 @@ def evaluate(program: _types.Jaxpr, arguments: Sequence[_Splittable]) -> list[ja
 
 
 def _split(value: _Splittable, axis: int, bounds: Sequence[int]) -> tuple[jax.Array, ...]:
-  """Returns the parts of a value between `bounds` along an axis, also of a split array.
-
-  `bounds` include both ends, and the bounds of an array that is split along the same axis.
-  """
+  """Cuts a value along an axis at `bounds`, which include both ends and the value's own bounds."""
   if isinstance(value, _SplitArray) and value.axis == axis:
     return tuple(
       part
@@ -86,7 +82,7 @@ def _concatenate(value: _Splittable) -> jax.Array:
 def _concatenate_all(
   values: Sequence[_Splittable], variables: Sequence[_types.Atom]
 ) -> list[jax.Array]:
-  """Returns values in which split arrays are concatenated, with the variables' shardings."""
+  """Concatenates the split arrays among `values`, and shards them as `variables` are."""
   return [
     _placement.place_by(_concatenate(value), variable.aval.sharding)
     if isinstance(value, _SplitArray)
@@ -116,7 +112,7 @@ def _compute_part(
 
 
 def _aligned_axes(equation: _types.Equation, operand: int) -> tuple[int | None, ...]:
-  """Returns for each axis of an equation's result the operand's axis that runs along it, or None.
+  """Returns, for each axis of an equation's result, the operand's axis with its entries, or None.
 
   Returns ``()`` if the equation can't be computed part by part.
   """
@@ -155,8 +151,8 @@ class _SplitScans(_jaxpr.Evaluator[_Splittable]):
   def _result(self, equation: _types.Equation, operands: dict[int, _Splittable]) -> _Splittable:
     """Computes the result of an equation whose operands may be split arrays.
 
-    If the result has the axis along which the first split operand is split, the method computes the
-    result part by part and returns a split array. Else it concatenates the operands first.
+    Returns a split array, computed part by part, if the result keeps the axis along which the first
+    split operand is split.
     """
     cut = {i: value for i, value in operands.items() if isinstance(value, _SplitArray)}
     orders = [(_aligned_axes(equation, i), value.axis) for i, value in cut.items()]
@@ -179,7 +175,7 @@ class _SplitScans(_jaxpr.Evaluator[_Splittable]):
     return _SplitArray(tuple(parts), result_axis)
 
   def _scan(self, equation: _types.Equation, inputs: list[_Splittable]) -> list[_Splittable]:
-    """Computes the results of a scan, as one scan for each part of the arrays that it slices."""
+    """Computes a scan as several scans in a row, one for each part of the arrays that it slices."""
     settings = equation.params
     consts, carries = _jaxpr.scan_operands(equation)
     shared, between = inputs[:consts], slice(consts, consts + carries)

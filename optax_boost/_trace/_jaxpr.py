@@ -1,14 +1,13 @@
 """An interpreter of traced programs.
 
-JAX traces a function to a *jaxpr*: a list of equations, each of which applies a *primitive* to some
-variables and defines others. :class:`Interpreter` walks over the equations and computes a value for
-each variable: an array, a number, a set of leaves, or another value that an analysis needs. A
-subclass defines how the values of an equation's results follow from the values of its operands. The
-interpreter enters the programs inside equations: scans, while loops, conditionals and calls. A call
-(``jit``, ``checkpoint``, custom derivatives, ``shard_map``, ...) is any equation with one program
-that has as many arguments and results as the equation.
+:class:`Interpreter` walks over the equations of a jaxpr and computes a value for each variable: an
+array, a number, a set of leaves, or another value that an analysis needs. A subclass defines how
+the values of an equation's results follow from the values of its operands. The interpreter enters
+the programs inside equations: scans, while loops, conditionals and calls. A call (``jit``,
+``checkpoint``, custom derivatives, ``shard_map``, ...) is any equation with one program that has as
+many arguments and results as the equation.
 
-For example, the length of the longest chain of products in a program:
+For example, this interpreter computes the length of the longest chain of products in a program:
 
 >>> import jax, jax.numpy as jnp
 >>> class LongestChain(Interpreter[int]):
@@ -22,8 +21,6 @@ For example, the length of the longest chain of products in a program:
 >>> program = jax.make_jaxpr(jax.jit(lambda x: x @ x @ x + x))(jnp.ones((2, 2)))
 >>> LongestChain().run(program, [0])
 [2]
-
-An :class:`Evaluator` computes the program again, with changed equations.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -37,14 +34,14 @@ from optax_boost._foundation import _types
 
 _Value = TypeVar("_Value")
 
-# Calls that compute their program and nothing else, unlike custom derivatives.
+# Calls that only compute their program; custom derivatives also say how to differentiate it.
 _PLAIN_CALLS = ("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2")
 
 
 def uncached(function: Callable[..., Any]) -> Callable[..., Any]:
-  """Returns a new function that calls `function`, so that JAX traces it instead of using a cache.
+  """Returns a new function that calls `function`, so that JAX traces instead of using its cache.
 
-  A cached trace repeats no warnings, and is outdated if a function that `function` calls was
+  A cached trace shows no warnings, and is outdated if a function that `function` calls was
   redefined in a notebook (XLA 25).
   """
   return lambda *args: function(*args)
@@ -53,20 +50,19 @@ def uncached(function: Callable[..., Any]) -> Callable[..., Any]:
 class Interpreter(Generic[_Value]):
   """Walks over a program, equation by equation; each analysis is a subclass.
 
-  A subclass defines :meth:`constant`, :meth:`operation` and :meth:`join`. It may override
-  :meth:`loop`, which runs one iteration, and :meth:`branches`.
+  A subclass defines :meth:`constant`, :meth:`operation` and :meth:`join`. A subclass may override
+  :meth:`loop`, which runs one iteration here, and :meth:`branches`.
   """
 
   def constant(self, value: jax.typing.ArrayLike) -> _Value:
-    """Returns the value of a constant."""
     raise NotImplementedError
 
   def operation(self, equation: _types.Equation, inputs: list[_Value]) -> Sequence[_Value]:
-    """Returns the values of an equation's results, for an equation without a program to enter."""
+    """Returns the values of the results of an equation that has no program to enter."""
     raise NotImplementedError
 
   def join(self, values: Sequence[_Value]) -> _Value:
-    """Returns one value for a variable that, when the program runs, has one of several values."""
+    """Merges the values that a variable has in several branches or iterations into one value."""
     raise NotImplementedError
 
   def run(self, program: _types.Program, arguments: Sequence[_Value]) -> list[_Value]:
@@ -107,35 +103,33 @@ class Interpreter(Generic[_Value]):
   def find_fixpoint(
     self, body: Callable[[list[_Value]], list[_Value]], inputs: list[_Value], carry: slice
   ) -> list[_Value]:
-    """Returns a loop's results: runs the body until the join of all carries no longer changes."""
+    """Runs a loop's body until joining its carries changes nothing; returns the last results."""
     while True:
       outputs = body(inputs)
-      # The results of the body begin with the carries, so `zip` stops after the carries.
+      # The body's results begin with the carries, so `zip` stops after these.
       joined = list(map(self.join, zip(inputs[carry], outputs, strict=False)))
       if joined == inputs[carry]:
         return outputs
       inputs = [*inputs[: carry.start], *joined, *inputs[carry.stop :]]
 
   def branches(self, branches: Sequence[_types.Jaxpr], inputs: list[_Value]) -> Sequence[_Value]:
-    """Returns the joined values of the branches of a conditional."""
+    """Returns the values of a conditional's results, each joined over all branches."""
     results = [self.run(branch, inputs) for branch in branches]
     return list(map(self.join, zip(*results, strict=True)))
 
 
 class Evaluator(Interpreter[_Value]):
-  """Computes a program again, on values that are pytrees of arrays.
+  """Computes a program with changed equations, on values that are pytrees of arrays.
 
-  An evaluator enters only plain calls, such as ``jit``. Scans and custom derivatives, for example,
-  stay whole equations, which JAX differentiates.
+  An evaluator enters only plain calls, such as ``jit``. It keeps scans and custom derivatives, for
+  example, as single equations, which JAX differentiates.
   """
 
   def run(self, program: _types.Program, arguments: Sequence[_Value]) -> list[_Value]:
-    """Computes the results of a program."""
     self._template: Any = getattr(program, "jaxpr", program)
     return super().run(program, arguments)
 
   def constant(self, value: Any) -> Any:
-    """Returns the constant."""
     return value
 
   def visit(self, equation: _types.Equation, inputs: list[_Value]) -> Sequence[_Value]:
@@ -150,7 +144,7 @@ class Evaluator(Interpreter[_Value]):
     return run(inputs)
 
   def bind(self, equation: _types.Equation, values: Sequence[Any]) -> list[Any]:
-    """Computes the results of one equation."""
+    """Computes the results of one equation, as a program that has no other equation."""
     atoms = zip(equation.invars, values, strict=True)
     inputs = {atom: value for atom, value in atoms if not isinstance(atom, jax_core.Literal)}
     names = {"arg_names": ("",) * len(inputs), "result_paths": ("",) * len(equation.outvars)}
@@ -183,7 +177,6 @@ def scan_operands(equation: _types.Equation) -> tuple[int, int]:
 
 
 def sub_jaxprs(equation: _types.Equation) -> Iterator[_types.Program]:
-  """Yields the programs inside an equation."""
   for setting in equation.params.values():
     for item in setting if isinstance(setting, list | tuple) else [setting]:
       if isinstance(item, jax_core.ClosedJaxpr | jax_core.Jaxpr):

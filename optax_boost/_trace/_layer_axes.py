@@ -1,12 +1,4 @@
-"""``layer_axes``: the role of each axis of the params, and the order in which a loss uses them.
-
-The equation in which a leaf first meets data tells the roles of the leaf's axes. The *fan-in* are
-the axes that the equation, a product, sums over, or that an earlier product of the kernel with its
-input (learned queries, noise or constants) sums over. *Stacked* axes are sliced by a scan, index
-one of many kernels, or run along kernels that each have separate data (``vmap``, experts); a
-*layer* is one slice along the stacked axes. All other axes are *outputs*. An embedding has no
-fan-in, since data looks its rows up.
-"""
+"""``layer_axes`` finds the role of each axis of the params; its docstring explains the roles."""
 
 from collections.abc import Callable, Collection, Sequence
 import dataclasses
@@ -28,7 +20,7 @@ class Axes(NamedTuple):
   """The roles of a leaf's axes; each axis is in one of the first three fields, in ascending order.
 
   Attributes:
-    fan_in: the axes that the product sums over in which the leaf first meets data, or its input.
+    fan_in: the axes that the product of the leaf with its input sums over.
     stacked: the axes along which the leaf holds layers or experts.
     outputs: all other axes.
     window: the axes of `fan_in` along which a convolution slides.
@@ -41,7 +33,7 @@ class Axes(NamedTuple):
 
   @property
   def mixes_inputs(self) -> bool:
-    """Returns whether an output has several inputs, unlike embeddings and depthwise kernels."""
+    """Returns whether an output has several input features, unlike in a depthwise kernel."""
     return set(self.fan_in) > set(self.window)
 
 
@@ -53,10 +45,11 @@ class LayerAxes:
   Attributes:
     paths: the path of each leaf.
     axes: the axes of each leaf; None if the loss does not tell the axes, or does not use the leaf.
-    uses: the numbers of the leaves in the order in which they meet data; a leaf that is used again
-      is repeated.
+    uses: the indices of the leaves in the order in which the loss combines them with data; a leaf
+      that is used again is repeated.
     scans: the scans over layers, in the order of the program.
-    unknown_primitives: for each leaf without axes, the primitives without a rule that it enters.
+    unknown_primitives: for each leaf without axes, the primitives that hide the axes, since
+      ``_primitives`` has no rule for them.
   """
 
   paths: tuple[str, ...]
@@ -77,10 +70,7 @@ class LayerAxes:
     return "\n".join(lines)
 
   def explain_unknown(self, paths: Collection[str]) -> str:
-    """Returns a sentence for a warning about primitives that hide the axes of leaves `paths`.
-
-    Returns an empty string if no primitive hides axes of these leaves.
-    """
+    """Returns a warning about primitives that hide the axes of the leaves `paths`; "" if none."""
     hidden = {
       path: primitives
       for path, primitives in zip(self.paths, self.unknown_primitives, strict=True)
@@ -106,7 +96,7 @@ class DeferredLayerAxes:
 
 
 class Leaf(NamedTuple):
-  """The path, the shape and the axes of a leaf; the axes are None if no trace tells them."""
+  """A leaf's path, shape and axes; the axes are None if no trace tells them."""
 
   path: str
   shape: tuple[int, ...]
@@ -119,12 +109,11 @@ class Leaf(NamedTuple):
 
   @property
   def axes_of_layer(self) -> tuple[int, ...]:
-    """Returns the axes of one layer, which are all axes that are not stacked."""
+    """Returns all axes that are not stacked."""
     return tuple(axis for axis in range(len(self.shape)) if axis not in self.stacked)
 
   @property
   def shape_of_layer(self) -> tuple[int, ...]:
-    """Returns the shape of one layer."""
     return tuple(self.shape[axis] for axis in self.axes_of_layer)
 
   @property
@@ -134,7 +123,6 @@ class Leaf(NamedTuple):
 
   @property
   def num_layers(self) -> int:
-    """Returns the number of layers in the leaf."""
     return math.prod(self.stacked_shape)
 
 
@@ -154,7 +142,7 @@ def fan_in(leaf: Leaf, layout: str) -> tuple[int, ...]:
 def leaves_of(tree: _types.Tree, described: LayerAxes | None = None) -> list[Leaf]:
   """Returns the leaves of a tree, in the order of ``jax.tree.leaves``, with axes from `described`.
 
-  A leaf has no axes if `described` has no leaf of this path, or one of another rank.
+  A leaf has no axes if `described` has no leaf with this path and rank.
   """
   by_path = dict(zip(described.paths, described.axes, strict=True)) if described is not None else {}
   leaves = []
@@ -166,19 +154,20 @@ def leaves_of(tree: _types.Tree, described: LayerAxes | None = None) -> list[Lea
 
 
 def layer_axes(loss_fn: _types.LossFn, params: optax.Params, *args: Any) -> LayerAxes:
-  """Reads the axes of the params from a trace of the loss.
+  """Reads the roles of the axes of the params from a trace of the loss.
 
   The step of :func:`make_train_step` reads the axes by itself. In your own training loop, pass the
-  result as `layers` to the methods that take it. The loss is traced, not computed, so arrays may be
+  result as the argument `layers` of the methods. The loss is traced, not computed, so arrays may be
   abstract.
 
-  The operation in which a leaf first meets data tells the leaf's axes. The fan-in are the axes that
-  a matrix product or a convolution sums over. Axes that a scan slices, that index one of many
-  kernels, or along which each kernel has separate data (``vmap``, experts) hold layers. All other
-  axes are outputs. An embedding has no fan-in, since its rows are looked up, and a leaf that is
-  named as a bias has none. If a kernel is multiplied with an input that is not data (noise,
-  constants, learned queries), the fan-in are the axes that this product sums over. If both operands
-  are params, the second is the kernel, unless only the first is named kernel or weight.
+  The operation that first combines a leaf with data tells the roles of the leaf's axes. The fan-in
+  are the axes that a matrix product or a convolution sums over. An axis holds layers if a scan
+  slices it, if an index along it selects one of many kernels, or if each kernel along it has
+  separate data (``vmap``, experts). All other axes are outputs. Embeddings, whose rows are looked
+  up, have no fan-in, nor have leaves that are named as biases. If a kernel is multiplied with an
+  input that is not data (noise, constants, learned queries), the fan-in are the axes that this
+  product sums over. If both operands are params, the second is the kernel, unless only the first is
+  named kernel or weight.
 
   Args:
     loss_fn: the loss, as ``loss_fn(params, *args)``; aux is ignored.
@@ -188,8 +177,8 @@ def layer_axes(loss_fn: _types.LossFn, params: optax.Params, *args: Any) -> Laye
 
   Returns:
     A hashable description of all leaves, a pytree without leaves. The axes of a leaf are unknown
-    if the loss does not use it, or passes it to a primitive that the analysis does not know;
-    ``print`` shows the primitive's name.
+    if the loss does not use the leaf, or passes the leaf to a primitive that the analysis does not
+    know; ``print`` shows the primitive's name.
 
   Raises:
     TypeError: `loss_fn` is not callable, or a leaf of the other arguments is not an array.
@@ -212,11 +201,9 @@ def layer_axes(loss_fn: _types.LossFn, params: optax.Params, *args: Any) -> Laye
 def describe(
   program: _types.Jaxpr, params: _types.Params, data: Sequence[bool | None] | None = None
 ) -> LayerAxes:
-  """Describes the params of a traced loss, whose leaves are the program's first arguments.
+  """Describes the params of a traced loss; their leaves are the program's first arguments.
 
-  `data` has a flag for each other argument: True for data, None for constants (by default True).
-  Scalars, then constants, then noise count as data, too, if else all leaves would meet data in a
-  single equation, or in none.
+  `data` has a flag for each other argument: True for data (the default), None for constants.
   """
   paths = _paths.leaf_paths(params)
   shapes = [variable.aval.shape for variable in program.jaxpr.invars]
@@ -259,10 +246,9 @@ def describe(
 def _by_narrowest_definition(
   analyze: Callable[[DataKind], _leaf_uses.Findings],
 ) -> _leaf_uses.Findings:
-  """Returns the findings by the first definition of data that suffices.
+  """Returns the findings by the first definition of data that is wide enough.
 
-  By this definition, leaves meet data in two or more equations. If no definition suffices, returns
-  the findings by the first definition by which any leaf meets data.
+  It is wide enough if leaves meet data in two equations; if none is, one equation is enough.
   """
   candidates = []
   for definition in DataKind:
@@ -275,7 +261,7 @@ def _by_narrowest_definition(
 
 
 def _count_equations(findings: _leaf_uses.Findings) -> int:
-  """Returns the number of equations, without penalties, in which a leaf first meets data."""
+  """Counts the equations in which any leaf first meets data; penalties don't count."""
   first: dict[int, int] = {}
   for number, uses in enumerate(findings.uses):
     for use in uses:
@@ -297,7 +283,7 @@ def _order(findings: _leaf_uses.Findings) -> list[int]:
 def _axes(
   uses: Sequence[_leaf_uses.Use], is_expert: bool, batch: frozenset[int], path: str, rank: int
 ) -> Axes | None:
-  """Returns the axes of a leaf, by its first use of the first kind in :class:`UseKind` that it has.
+  """Returns the axes of a leaf by the first of its uses whose kind is earliest in :class:`UseKind`.
 
   Returns None if all uses are unclear or in penalties. A leaf named as a bias has no fan-in.
   """

@@ -1,8 +1,6 @@
-"""``layer_groups``: groups of layers along the forward pass.
+"""``layer_groups``: divides the params into groups, numbered in the order of the forward pass.
 
-A *group* is one or several blocks in a row (``_blocks``); groups are numbered in the order of the
-forward pass. A plan, :class:`LayerGroups`, lists the *entries* of each group: an entry is the path
-of a leaf, or a :class:`LayerSlice`, which is a path, an axis, and a range of layers along the axis.
+A group is one or several blocks in a row (``_blocks``). A :class:`LayerGroups` is called a *plan*.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,14 +20,7 @@ from optax_boost._trace import _blocks, _flow, _layer_axes, _losses, _traced_lea
 
 
 class LayerSlice(NamedTuple):
-  """A range of a leaf's layers along an axis; ``str`` writes it as NumPy does.
-
-  Attributes:
-    path: the path of the leaf.
-    axis: the axis of the layers.
-    start: the first layer.
-    stop: the layer after the last.
-  """
+  """The layers of a leaf with the indices `start` to `stop` - 1 along `axis`."""
 
   path: str
   axis: int
@@ -45,10 +36,9 @@ class LayerGroups:
   """The groups of a model's leaves, made by :func:`layer_groups`; ``print`` shows them.
 
   Attributes:
-    groups: for each group, the paths of its leaves in the order of the forward pass. If only some
-      layers of a leaf are in the group, a :class:`LayerSlice` replaces the path, printed as
-      ``blocks/kernel[0:4]``, or, with the layers along axis 1, ``blocks/kernel[:, 0:4]``. Methods
-      split such leaves.
+    groups: for each group, the paths of its leaves in the order of the forward pass. If a group has
+      only some layers of a leaf, a :class:`LayerSlice` replaces the path. It is printed as
+      ``blocks/kernel[0:4]``, or, if axis 1 holds the layers, as ``blocks/kernel[:, 0:4]``.
     sizes: for each group, the number of its parameters.
     unused: leaves that the loss does not depend on. These leaves are in the last group.
     reused: leaves that are used again after a later layer (tied weights, unrolled recurrences).
@@ -80,7 +70,7 @@ class LayerGroups:
     return "\n".join(lines)
 
 
-# A plan, or regular expressions, of which number i matches the leaves of group i.
+# A plan; or regular expressions, of which number i matches the paths of group i.
 Groups: TypeAlias = LayerGroups | Sequence[str]
 
 
@@ -94,27 +84,27 @@ def layer_groups(
 ) -> LayerGroups:
   """Groups the leaves in the order of the forward pass, which a trace of the loss shows.
 
-  Each block is a group. The leaves before all blocks (patches, class token, positions, a tied
-  embedding) are the first group, and the leaves after them (final norm, pooler, head) the last, as
-  in BEiT, MAE and ``timm``. The blocks are the outermost series of modules whose names differ by a
-  number (``layers/0``, ``Block_3``), or the steps of a scan over layers (``nn.scan``, ``nnx.scan``,
-  ``lax.scan``). If one is inside of the other, the outer one gives the blocks. A series has several
-  kernels in two or more of its modules, and each module gets data from the module before it. The
-  modules inside of a block, and the blocks' names, have no effect.
+  A *block* is a module that the model repeats, and by default each block is a group. Blocks are a
+  series of modules whose names differ by a number (``layers/0``, ``Block_3``), or the steps of a
+  scan over layers (``nn.scan``, ``nnx.scan``, ``lax.scan``). In a series, two or more modules have
+  several kernels, and each module gets data from the module before it. If one series or scan is
+  inside of another, the outer one gives the blocks. The leaves before all blocks (patches, class
+  token, positions, a tied embedding) are the first group, and the leaves after all blocks (final
+  norm, pooler, head) the last, as in BEiT, MAE and ``timm``.
 
-  Without such a series, each layer is a group if the layers are a plain chain, as in an MLP: a
-  kernel with its bias and normalization, or a recurrent cell. For any other model, with several
-  series (two towers, an encoder and a decoder) or none, an error lists the `blocks` to choose from.
-  ``print`` shows which blocks were chosen. The loss is traced, not computed, so arrays may be
-  abstract.
+  In a model without a series, each layer (a kernel with its bias and normalization, or a recurrent
+  cell) is a block if the layers are a plain chain, as in an MLP. For any other model, and for
+  several series (two towers, an encoder and a decoder), an error lists the values of `blocks` to
+  choose from. ``print`` shows which blocks were chosen. The loss is traced, not computed, so arrays
+  may be abstract.
 
-  A leaf outside of the blocks joins the last block that computed the data that the leaf meets. If
-  no block computed these data, the leaf is before all blocks. If no block uses what is computed
-  with the leaf, the leaf is after all blocks.
+  A leaf in no block joins the last block from which it gets data, or else the first block that gets
+  data from the leaf. If the loss uses the leaf before the first block, it is before all blocks. If
+  no block gets data from the leaf, it is after all blocks.
 
   Noise, and arrays that the loss closes over (an adapter's base weights, a pruning mask), count as
-  data only if the params would otherwise meet data in a single equation, or in none. An array in
-  `args` always counts as data, so let the loss close over arrays that are not data.
+  data only if otherwise at most one operation would combine params with data. An array in `args`
+  always counts as data, so let the loss close over arrays that are not data.
 
   Args:
     loss_fn: the loss, as ``loss_fn(params, *args)``; aux is ignored.
@@ -122,20 +112,18 @@ def layer_groups(
     *args: the loss's other arguments: statistics, batch, rng. A loss from ``nnx.split_loss`` or
       ``linen.split_loss`` takes its model state first, which is not data.
     num_groups: the number of groups, of which the last is never frozen. None: a group for each
-      block. Lowering the number puts equal numbers of neighbouring blocks into one group. If it is
-      above the number of blocks, groups end between layers, unless `blocks` is given. Without a
-      series or a chain, a group ends only if all later layers follow all earlier layers, so that
-      layers side by side stay in one group.
-    blocks: a pattern of the paths of modules that are blocks. It begins at the root; `*` is any
-      part of a name and `**` any names: ``"encoder/layers/*"``, ``"stages/*/blocks/*"``. A module
-      that a scan slices has a block for each step; ``"stages/*[*]"`` selects the steps of several
-      scans. Patterns that bars separate select one series, in the order of use:
+      block. Lowering the number puts equal numbers of neighbouring blocks into one group. If the
+      number is above that of the blocks, and `blocks` is None, layers take the place of blocks. In
+      a model without a series or a chain, parallel layers stay in one group.
+    blocks: a pattern of the paths of modules that are blocks, from the root on. `*` is any part of
+      a name and `**` any names: ``"encoder/layers/*"``, ``"stages/*/blocks/*"``. A module that a
+      scan slices has a block for each step; ``"stages/*[*]"`` selects the steps of several scans.
+      Patterns that bars separate select one series, in the order of use:
       ``"encoder/block/*|decoder/block/*"``. A sequence of patterns, such as ``("text/blocks/*",
-      "image/blocks/*")``, selects a series for each pattern; the series are side by side, and their
-      last blocks are in one group. None: the blocks described above.
-    overrides: a dict from regular expressions to groups. All layers of a leaf whose path an
-      expression matches (in whole segments) are in this group, whatever the trace shows. If
-      expressions of two groups match one leaf, it is an error.
+      "image/blocks/*")``, selects parallel series, one for each pattern; the last blocks of all
+      series are in one group. None: the blocks described above.
+    overrides: a dict from regular expressions to groups. All layers of a leaf are in this group if
+      the expression matches whole segments of the leaf's path, whatever the trace shows.
 
   Returns:
     A :class:`LayerGroups`.
@@ -157,7 +145,7 @@ def layer_groups(
     group 1: 8 parameters (10.0 %), never frozen: a_head
     blocks: each layer of a chain; for others pass blocks="..."
 
-    Two towers, each of two blocks, whose rates are to be alike:
+    Two parallel towers of two blocks each:
 
     >>> from optax_boost import layer_groups
     >>> block = {"up": jnp.eye(8), "down": jnp.eye(8)}
@@ -204,7 +192,7 @@ def even_groups(
 ) -> LayerGroups:
   """Returns `num_groups` groups of a traced loss; groups of layers if there are too few blocks.
 
-  `data` has a flag for each argument of the loss after the params; `described` are its axes.
+  `data` has a flag for each argument after the params: True for data, else None.
   """
   model = _model_of(program, data, described, params)
   try:
@@ -222,10 +210,7 @@ def _model_of(
   described: _layer_axes.LayerAxes,
   params: optax.Params,
 ) -> _traced_leaves.Model:
-  """Returns the model of a traced loss; raises ValueError if the loss uses no leaf.
-
-  `data` has a flag for each argument of the loss after the params: True for data, else None.
-  """
+  """Returns the model of a traced loss; raises ValueError if the loss uses no leaf."""
   leaves = _layer_axes.leaves_of(params, described)
   # A dot in a key separates modules, too, since PyTorch has flat names, such as `h.0.attn.weight`.
   in_modules = [leaf._replace(path=leaf.path.replace(".", "/")) for leaf in leaves]
@@ -308,7 +293,7 @@ _NO_CATCH_ALL = (
   "Write patterns of which only one matches it: a leaf that no pattern matches is in the last group"
   " already, which needs no catch-all like '.*'."
 )
-# The end of a pattern that names layers of a stacked leaf, after the path of the leaf or module.
+# Matches the end of a pattern that names layers after the path of a leaf or module, as `/[0-5]`.
 _LAYER = re.compile(r"\\?\[[^/]*\]$|/(\[[^/]*\]|\d+|\\d[+*]?)(/.*)?$")
 
 
@@ -327,23 +312,19 @@ def _layers_hint(pattern: str, paths: Sequence[str]) -> str:
   )
 
 
-# The group of a leaf, or, if its layers are in several groups, an array of the layers' groups that
-# broadcasts against the leaf.
+# The group of a leaf; or an array of the groups of its layers that broadcasts against the leaf.
 GroupNumber: TypeAlias = int | np.ndarray
 
 
 class _SlicedLeaf(NamedTuple):
-  """The axis of a leaf's layers, and the group of each layer."""
+  """The axis of a leaf's layers, and the groups of those layers that a plan lists."""
 
   axis: int
   group_of_layer: dict[int, int]
 
 
 def group_numbers(tree: _types.Params, groups: Groups, method: str) -> list[GroupNumber]:
-  """Returns for each leaf its group, or an array of the groups of its layers.
-
-  Raises ValueError for a leaf that a plan lacks.
-  """
+  """Returns the :data:`GroupNumber` of each leaf; raises ValueError if a plan lacks a leaf."""
   leaves = _layer_axes.leaves_of(tree)
   if not isinstance(groups, LayerGroups):
     group_of_pattern = [(pattern, number) for number, pattern in enumerate(groups)]
@@ -405,7 +386,7 @@ def count_groups(groups: Groups) -> int:
 
 
 def numbering(groups: Groups, method: str) -> Callable[[_types.Params], _types.Tree]:
-  """Returns a function from a tree to a tree of the same structure, with the leaves' groups."""
+  """Returns a function that replaces each leaf of a tree by its :data:`GroupNumber`."""
   numbers = _trees.once_per_tree(lambda tree: group_numbers(tree, groups, method))
   return lambda tree: jax.tree.unflatten(jax.tree.structure(tree), numbers(tree))
 
@@ -415,8 +396,8 @@ def select_frozen(
 ) -> _types.Leaf:
   """Returns the entries of `if_frozen` in groups below `depth`, and of `otherwise` in other groups.
 
-  A NumPy depth decides while tracing. If `otherwise` does not have the leaf's axes, such as a
-  factored moment, all its entries are frozen when the last of the layers is.
+  With a NumPy `depth`, whole leaves are chosen while tracing. If `otherwise` does not have the
+  leaf's axes, such as a factored moment, it is frozen once all layers of the leaf are frozen.
   """
   if isinstance(group, np.ndarray):
     shape = jnp.shape(otherwise)

@@ -1,23 +1,16 @@
 """Follows the leaves of params through a traced loss, to the equations that use them.
 
-A *use* of a leaf is an equation in which the leaf meets data: one operand is computed from leaves
-alone, another operand from data. If the equation is a product, the use tells which axes of the leaf
-are fan-in and which are outputs.
+A leaf *meets data* in an equation if one operand is computed from leaves alone and another from
+data; the equation is a *use* of the leaf. If the equation is a product, the use tells which axes of
+the leaf are fan-in and which are outputs.
 
 Which values are data is uncertain: a generator's only input is noise, and a loss may close over its
-batch. So there are four *definitions of data*; each run of the analysis uses one. Each definition
-adds a kind of values to the previous definition:
-
-  ARRAY      arrays of the batch
-  SCALAR     also scalars of the batch
-  CONSTANT   also constants: arrays that the loss closes over, or that are part of the model
-  NOISE      also noise: arrays that are drawn from keys
+batch. So each run of the analysis uses one of four *definitions of data* (:class:`DataKind`).
 
 A kernel may enter a product before it meets data. If the other operand is an input of the kernel (a
-table of learned queries, positions or noise), the result is an activation. If the other operand is
-a kernel, too, as in ``x @ (a @ b)``, the result is a kernel. The later product with data tells an
-activation from a kernel: it sums over the outputs of an activation's last kernel, but over the
-inputs of the first kernel in a product of kernels.
+table of learned queries, positions or noise), the result is an activation, and a later product with
+data sums over outputs of the kernel. If the other operand is a kernel, too, as in ``x @ (a @ b)``,
+the result is a kernel, and a later product with data sums over inputs of the first kernel.
 """
 
 from collections.abc import Iterable, Sequence
@@ -37,21 +30,17 @@ _NO_AXES: _Axes = frozenset()
 
 
 class DataKind(enum.IntEnum):
-  """Kinds of values that may be data. A definition of data is a kind, and includes lower kinds."""
+  """Kinds of values that may be data; a definition of data includes a kind and all lower kinds."""
 
-  ARRAY = 0
-  SCALAR = 1
-  CONSTANT = 2
-  NOISE = 3
+  ARRAY = 0  # arrays of the batch
+  SCALAR = 1  # scalars of the batch
+  CONSTANT = 2  # arrays that the loss closes over, or that are part of the model
+  NOISE = 3  # arrays that are drawn from keys
 
 
 def data_kind(aval: _types.ArrayType, flag: bool | None) -> DataKind | None:
-  """Returns the kind of a loss's argument; `flag` is True for data, None for constants.
-
-  Returns None for a constant with a single entry, which is never data.
-  """
-  # A key in the batch counts as noise, since adding noise to weights before the forward pass is not
-  # a use of the weights.
+  """Returns a loss argument's kind, or None if it is never data; `flag` is None for constants."""
+  # A key in the batch is noise, since adding noise to weights is not a use of the weights.
   if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
     return DataKind.NOISE
   if flag is None:
@@ -65,20 +54,19 @@ class UseKind(enum.Enum):
   LOOKUP = enum.auto()  # data chooses rows of the leaf, such as an embedding
   INPUT = enum.auto()  # the leaf was a kernel's input: a learned query, its bias, or a scale
   CONTRACTED = enum.auto()  # a product with data sums over axes of the leaf
-  GENERATED = enum.auto()  # a product with an operand that is no data sums over axes of the leaf
+  GENERATED = enum.auto()  # a product with an operand that is not data sums over axes of the leaf
   ENTRYWISE = enum.auto()  # the equation sums over no axis of the leaf, such as adding a bias
-  PENALTY = enum.auto()  # the operand is a scalar that sums up params, such as a weight decay
+  PENALTY = enum.auto()  # the operand is a scalar that sums up params alone, as an L2 penalty
   UNCLEAR = enum.auto()  # anything else
 
 
 class Use(NamedTuple):
-  """An equation in which a leaf meets data.
+  """An equation that uses a leaf.
 
   Attributes:
-    leaf: the leaf's number.
-    kind: what the equation does with the leaf.
-    fan_in: the leaf's axes that the equation sums over.
-    stacked: the leaf's axes along which it stacks layers, of which the operand is one.
+    leaf: the leaf's index in ``jax.tree.leaves(params)``.
+    fan_in: the leaf's axes that a product sums over.
+    stacked: the leaf's axes along which the leaf holds several layers or experts.
     window: the axes of `fan_in` along which a convolution slides.
   """
 
@@ -93,9 +81,8 @@ class LayerScan(NamedTuple):
   """A scan over layers that is not inside of another scan over layers.
 
   Attributes:
-    axes: pairs of the number of a leaf that the scan slices, and the axis that it slices.
+    axes: for each leaf that the scan slices, a pair of the leaf's number and the sliced axis.
     shared: the leaves that all steps of the scan use.
-    length: the number of steps.
     reverse: whether the scan starts with the last slice.
   """
 
@@ -106,7 +93,7 @@ class LayerScan(NamedTuple):
 
   @property
   def axis_of(self) -> dict[int, int]:
-    """Returns the axis that the scan slices, by the number of the leaf."""
+    """Returns `axes` as a dict from leaves to axes."""
     return dict(self.axes)
 
 
@@ -114,15 +101,14 @@ class Findings(NamedTuple):
   """The results of the analysis.
 
   Attributes:
-    uses: a list of uses for each equation with uses, the uses in penalties last.
-    early_uses: the uses of kernels in products without data, and of the inputs of kernels.
+    uses: for each equation in which leaves meet data, its uses of leaves; penalties come last.
+    early_uses: the uses of kernels in products without data, and of leaves as inputs of kernels.
     expert_uses: the uses of kernels that data has looked up.
-    scans: the scans over layers.
     batch_axes: for each leaf, the axes that run along a batch dimension of products, in which each
-      slice of the data has a separate kernel (experts, ``vmap``); also for leaves such as a bias,
-      which is in no such product.
-    unknown_primitives: for each leaf, the primitives without a rule into which the leaf, or a value
-      with an axis map of it, went.
+      slice of the data has a separate kernel (experts, ``vmap``); also for a leaf in no product,
+      such as a bias of these kernels.
+    unknown_primitives: for each leaf, the primitives without a rule to which the program passes the
+      leaf, or a value with an axis map of the leaf.
   """
 
   uses: list[list[Use]]
@@ -141,9 +127,9 @@ class Value(NamedTuple):
       a dimension of each, the two dimensions have the same label.
     data: whether the value is computed from data.
     leaves: the leaves that the value is computed from, and that have not met data.
-    penalty: whether the value is a scalar that sums up params, as a weight decay does.
-    axis_maps: the value's axis maps, of the leaves that have not met data, and of the kernels that
-      data has looked up, such as the kernels of experts.
+    penalty: whether the value is a scalar that sums up params alone, as an L2 penalty.
+    axis_maps: the axis maps of leaves that have not met data, and of kernels that data has looked
+      up, such as the kernels of experts.
   """
 
   labels: tuple[int, ...]
@@ -154,23 +140,21 @@ class Value(NamedTuple):
 
 
 def _unique(axis_maps: Iterable[AxisMap]) -> tuple[AxisMap, ...]:
-  """Returns axis maps without duplicates, in order."""
   return tuple(dict.fromkeys(axis_maps))
 
 
 class _Labels:
-  """Labels of dimensions. When values are combined along two dimensions, the labels are united."""
+  """A union-find of labels: combining values along two dimensions unites the dimensions' labels."""
 
   def __init__(self) -> None:
     self._parents: list[int] = []
 
   def fresh(self) -> int:
-    """Returns a new label."""
     self._parents.append(len(self._parents))
     return self._parents[-1]
 
   def find(self, label: int) -> int:
-    """Returns the label that represents all labels that are united with `label`."""
+    """Returns the label that stands for all labels that are united with `label`."""
     while self._parents[label] != label:
       self._parents[label] = label = self._parents[self._parents[label]]
     return label
@@ -188,17 +172,15 @@ class LeafUses(_jaxpr.Interpreter[Value]):
   def __init__(
     self, definition: DataKind = DataKind.ARRAY, named_kernels: frozenset[int] = frozenset()
   ) -> None:
-    """Makes an analysis.
+    """Makes an analysis by one definition of data.
 
-    Args:
-      definition: the last kind of values that count as data.
-      named_kernels: the leaves whose names mean a kernel. In a product of two leaves, the second
-        leaf is the kernel, unless only the first leaf has such a name.
+    `named_kernels` are the leaves whose names mean a kernel. In a product of two leaves, the second
+    leaf is the kernel, unless only the first leaf has such a name.
     """
     self._definition, self._named_kernels = definition, named_kernels
     self._uses: list[list[Use]] = []  # for each equation that has uses
     self._early_uses: list[Use] = []
-    # For each leaf, its first use in the input of a kernel, or in a value that is data.
+    # For each leaf, its first use as a part of a kernel's input or of data.
     self._inputs: dict[int, Use] = {}
     self._expert_uses: list[Use] = []
     self._scans: list[LayerScan] = []
@@ -206,15 +188,14 @@ class LeafUses(_jaxpr.Interpreter[Value]):
     self._shapes: list[tuple[int, ...]] = []  # for each leaf
     self._labels = _Labels()
     self._axis_labels: list[tuple[int, ...]] = []  # for each leaf
-    # The labels of the batch dimensions in products of kernels and data, and of the dimensions that
-    # such products sum over.
+    # The labels of the batch dimensions, and of the summed dimensions, in products with kernels.
     self._batch: set[int] = set()
     self._contracted: set[int] = set()
     # The results of `_aligned_dims`, by the id of the equation, operand and result.
     self._aligned: dict[tuple[int, int, int], tuple[tuple[int, int], ...]] = {}
 
   def leaf(self, shape: tuple[int, ...]) -> Value:
-    """Returns the value of the next leaf of the params."""
+    """Returns the value of the next leaf of the params, and numbers the leaves from 0."""
     value, number = self.argument(shape, None), len(self._shapes)
     self._shapes.append(shape)
     self._unknown.append({})
@@ -223,15 +204,14 @@ class LeafUses(_jaxpr.Interpreter[Value]):
     return value._replace(leaves=frozenset([number]), axis_maps=axis_maps)
 
   def argument(self, shape: Sequence[int], kind: DataKind | None) -> Value:
-    """Returns the value of another argument or a constant; if `kind` is None, it is never data."""
+    """Returns the value of another argument or a constant; it is never data if `kind` is None."""
     return Value(tuple(self._labels.fresh() for _ in shape), self._is_data(kind))
 
   def note_result(self, loss: Value) -> None:
-    """Notes, as uses in a penalty, the leaves that enter the loss without meeting data."""
+    """Notes uses in a penalty for the leaves that enter the loss without meeting data."""
     self._uses.append([Use(leaf, UseKind.PENALTY) for leaf in sorted(loss.leaves)])
 
   def findings(self) -> Findings:
-    """Returns what the analysis found in the programs that it ran."""
     batch, contracted = (
       set(map(self._labels.find, labels)) for labels in (self._batch, self._contracted)
     )
@@ -271,7 +251,7 @@ class LeafUses(_jaxpr.Interpreter[Value]):
     data = any(v.data for v in inputs)
     if equation.primitive.name == "random_wrap":
       # The equation makes a key from integers of the batch. Arrays drawn from the key are noise, so
-      # the key is data only if noise is.
+      # the key counts as data only if noise does.
       data = data and self._is_data(DataKind.NOISE)
     if data:
       self._note_uses(equation, inputs)
@@ -363,7 +343,7 @@ class LeafUses(_jaxpr.Interpreter[Value]):
   def _result_labels(
     self, equation: _types.Equation, inputs: list[Value], result: int
   ) -> tuple[int, ...]:
-    """Returns a result's labels; each unites the labels of the operands' dimensions along it."""
+    """Returns a result's labels, united with the labels of the operands' aligned dimensions."""
     shape = equation.outvars[result].aval.shape
     along: list[list[int]] = [[] for _ in shape]
     for operand, value in enumerate(inputs):
@@ -377,7 +357,7 @@ class LeafUses(_jaxpr.Interpreter[Value]):
   def _aligned_dims(
     self, equation: _types.Equation, operand: int, result: int
   ) -> tuple[tuple[int, int], ...]:
-    """Returns pairs of a dimension of an operand and a dimension of a result that it runs along."""
+    """Returns the pairs of an operand's and a result's dimensions that run along each other."""
     key = id(equation), operand, result
     if key not in self._aligned:
       shape = equation.invars[operand].aval.shape
@@ -411,8 +391,8 @@ class LeafUses(_jaxpr.Interpreter[Value]):
           use = _use_of_entries(axis_map, kind)
         elif use.kind == UseKind.CONTRACTED and product is not None:
           other = inputs[1 - operand]
-          # The value is an entry that data has looked up. Only a product with pure data shows that
-          # it is an expert's kernel, not an embedding.
+          # Data has looked the value up. Only a product with data alone shows that the value is an
+          # expert's kernel, not an embedding.
           if value.data and (not other.data or other.axis_maps):
             continue
           self._note_product(product, operand, inputs)
@@ -428,9 +408,9 @@ class LeafUses(_jaxpr.Interpreter[Value]):
       self._uses.append(uses)
 
   def _note_generated(self, equation: _types.Equation, inputs: list[Value]) -> list[Value]:
-    """Notes the use of the kernel in a product without data.
+    """Notes a kernel's use in a product without data.
 
-    Returns the operands, with `has_inputs` set in the axis maps of the kernel.
+    Returns the operands, in which the axis maps of the kernel have `has_inputs` set.
     """
     product = _primitives.product_of(equation)
     kernel = None if product is None else self._kernel_of(inputs, product)
@@ -447,8 +427,7 @@ class LeafUses(_jaxpr.Interpreter[Value]):
       self._early_uses += generated
       for axis_map in inputs[1 - kernel].axis_maps:
         self._note_input(axis_map)
-    # If the kernel is the first operand and the second is a constant, the constant may be a part of
-    # the kernel, not its input.
+    # If the second operand is a constant, it may be a part of the kernel, not the kernel's input.
     if kernel == 0 and not inputs[1].leaves:
       return inputs
     maps = _unique(m._replace(has_inputs=True) if m in kernels else m for m in value.axis_maps)
@@ -470,16 +449,15 @@ class LeafUses(_jaxpr.Interpreter[Value]):
       only_first = first & self._named_kernels and not second & self._named_kernels
       return 0 if only_first else 1
     kernel = 0 if first else 1
-    # If the operand is an activation and the other operand a constant, the constant is not an input
-    # of a kernel.
+    # A constant that an activation is multiplied with is not an input of a kernel.
     is_mixed = have_inputs[kernel] and not inputs[1 - kernel].leaves
     return None if is_mixed else kernel
 
   def _inputs_of_kernels(self, value: Value, contracted: Sequence[int]) -> list[AxisMap]:
     """Returns the axis maps of an operand's leaves that are not kernels in a product with data.
 
-    In an activation these are all leaves; in another operand these are the scales only. An operand
-    is an activation if the product sums only over the outputs of kernels that have inputs.
+    These are all leaves of an activation, else the scales only. An operand is an activation if the
+    product sums only over the outputs of kernels that have inputs.
     """
     with_inputs = [m for m in value.axis_maps if m.has_inputs]
     is_product = _kernels(value, contracted) or (
@@ -494,7 +472,7 @@ class LeafUses(_jaxpr.Interpreter[Value]):
     return [m for m in value.axis_maps if is_activation or _is_scale(value, m, contracted)]
 
   def _note_input(self, axis_map: AxisMap) -> None:
-    """Notes a use of a leaf that tells the leaf's axes if no other use does."""
+    """Notes an entrywise use of a leaf, which tells the leaf's axes if no other use does."""
     self._inputs.setdefault(axis_map.leaf, _use_of_entries(axis_map))
 
   def _note_product(self, product: _primitives.Product, kernel: int, inputs: list[Value]) -> None:
@@ -505,10 +483,9 @@ class LeafUses(_jaxpr.Interpreter[Value]):
 
 
 def scanned_axes(program: _types.Jaxpr, leaves: range) -> dict[int, int]:
-  """Returns, for each leaf that a scan over layers slices, the axis along which it is sliced.
+  """Returns the sliced axis of each leaf that a scan over layers slices, by the leaf's number.
 
-  `leaves` are the positions of the arguments that are leaves. A key of the result is a leaf's
-  number, counted from the first position. No argument counts as data.
+  `leaves` are the indices of the program's arguments that are leaves; leaves are numbered from 0.
   """
   analysis = LeafUses()
   shapes = [variable.aval.shape for variable in program.jaxpr.invars]
@@ -525,7 +502,7 @@ def scanned_axes(program: _types.Jaxpr, leaves: range) -> dict[int, int]:
 def _use(
   equation: _types.Equation, operand: int, axis_map: AxisMap, product: _primitives.Product | None
 ) -> Use:
-  """Returns the use of a leaf in an equation in which an operand with its axis map meets data."""
+  """Returns the use of `axis_map`'s leaf in an equation whose operand `operand` has this map."""
   if product is not None and operand < 2:
     return _use_in_product(axis_map, operand, product)
   rule = _primitives.rule_of(equation)
@@ -537,7 +514,7 @@ def _use(
 
 
 def _use_of_entries(axis_map: AxisMap, kind: UseKind = UseKind.ENTRYWISE) -> Use:
-  """Returns a use of a leaf that sums over no axis of the leaf, and so has no fan-in."""
+  """Returns a use of a leaf that sums over no axis of the leaf, so there is no fan-in."""
   return Use(axis_map.leaf, kind, stacked=axis_map.sliced - axis_map.axes())
 
 
@@ -565,10 +542,10 @@ def _use_in_product(axis_map: AxisMap, operand: int, product: _primitives.Produc
 
 
 def _kernels(value: Value, contracted: Sequence[int]) -> list[AxisMap]:
-  """Returns the axis maps of those leaves of an operand that may be kernels of a product.
+  """Returns the axis maps of the leaves of an operand that may be kernels of a product.
 
-  The product must sum over an axis of such a leaf. If a kernel with inputs has its outputs along
-  the summed dimension, the sum does not make a kernel of another leaf, such as the bias.
+  The product must sum over an axis of the leaf. If the summed dimension holds the outputs of a
+  kernel with inputs, another leaf along this dimension, such as the bias, is not a kernel.
   """
   free = _free(value, contracted)
   return [
@@ -586,28 +563,22 @@ def _is_scale(value: Value, axis_map: AxisMap, contracted: Sequence[int]) -> boo
 
 
 def _is_number_beside_its_leaf(value: Value, axis_map: AxisMap) -> bool:
-  """Returns whether the map is of a scalar computed from a leaf, such as its norm.
-
-  The value must also have an axis map of the leaf itself.
-  """
+  """Returns whether the map is of a scalar of a leaf (a norm), beside a map of the leaf itself."""
   others = (m for m in value.axis_maps if m.leaf == axis_map.leaf)
   return not axis_map.axes() and any(m.axes() for m in others)
 
 
 def _free(value: Value, dims: Sequence[int]) -> list[int]:
-  """Returns those of the dimensions `dims` along which no kernel with inputs has its outputs."""
+  """Returns the dimensions among `dims` along which no kernel with inputs has its outputs."""
   return [dim for dim in dims if not any(m.has_inputs and m.axes([dim]) for m in value.axis_maps)]
 
 
 def _joined_kernels(axis_map: AxisMap, product: _primitives.Product) -> tuple[_Axes, bool]:
-  """Returns the axes along which ``vmap`` joined kernels of a convolution.
-
-  Also returns whether the convolution is depthwise.
-  """
+  """Returns the axes along which ``vmap`` merged kernels, and whether the product is depthwise."""
   ((_, outputs),) = (source for sources in product.sources for source in sources if source[0] == 1)
   groups, joined = product.groups, set()
-  # `vmap` merges its axis into the axis of the outputs, as the outer part, and makes a group of the
-  # convolution for each kernel.
+  # `vmap` merges its axis into the axis of the outputs, as the outer part, and makes each kernel a
+  # group of the convolution.
   for part in axis_map.dims[outputs][:-1]:
     if groups % part.size == 0:
       groups //= part.size
@@ -619,10 +590,7 @@ def _joined_kernels(axis_map: AxisMap, product: _primitives.Product) -> tuple[_A
 def _result_axis_maps(
   equation: _types.Equation, inputs: list[Value], result: int, by_data: bool
 ) -> tuple[AxisMap, ...]:
-  """Returns a result's axis maps, of leaves that have not met data and of looked-up kernels.
-
-  `by_data` tells whether data chose the result among the entries of the first operand.
-  """
+  """Returns a result's axis maps; `by_data` tells whether data chose entries of operand 0."""
   # A kernel that data has looked up keeps its axis map until the kernel meets other data.
   meets = any(v.data for v in inputs) and not by_data
   stay = _primitives.product_of(equation) is None and all(v.axis_maps or not v.data for v in inputs)

@@ -1,4 +1,4 @@
-"""Traces of loss functions, flags of arguments that are data, and marks of losses with a state."""
+"""Traces losses, tells which of their arguments are data, and marks losses with a model state."""
 
 import jax
 import optax
@@ -18,9 +18,9 @@ def trace(
 
 
 def data_flags(loss_fn: _types.LossFn, args: tuple[_types.Tree, ...]) -> list[bool | None]:
-  """Returns for each leaf of a loss's arguments True if it is data, else None.
+  """Returns, for each leaf of a loss's arguments after the params, True if it is data, else None.
 
-  `args` are the arguments after the params. Model states and ``Constants`` are not data.
+  Model states and ``Constants`` are not data.
   """
   state, data = (args[:1], args[1:]) if is_stateful(loss_fn) else ((), args)
   return [*[None] * len(jax.tree.leaves(state)), *_batches.data_flags(data)]

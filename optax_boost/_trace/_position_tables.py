@@ -1,9 +1,8 @@
 """Finds the tables of learned positions in the params of a model of tokens.
 
-A table of positions has an entry for each position, or for each distance of two positions. If the
-sequences of a batch are cut short (to *windows*), the loss reads fewer entries of a table of
-positions. Which entries of a table of tokens are read depends on the tokens, not on the length. So
-the program of the loss for windows and the program for whole sequences tell the tables apart.
+If the sequences of a batch are cut short (to *windows*), the loss reads fewer entries of a table of
+positions. In a table of tokens, the tokens choose the entries, whatever the length. So a table is
+of positions if the programs of the loss for windows and for whole sequences read it differently.
 """
 
 from collections.abc import Sequence
@@ -27,7 +26,7 @@ class _Value(NamedTuple):
   Attributes:
     leaf: the number of the leaf whose entries the variable holds, or None.
     from_tokens: whether the variable is computed from tokens.
-    counts: whether the variable is computed from positions: an ``arange``, or positions in a batch.
+    counts: whether the variable is computed from positions: an ``arange``, or part of the batch.
   """
 
   leaf: int | None = None
@@ -36,7 +35,7 @@ class _Value(NamedTuple):
 
 
 class _TableReads(_jaxpr.Interpreter[_Value]):
-  """Collects in `reads` the leaves that are sliced at positions, not at tokens, and the shapes."""
+  """Collects in `reads` the leaves sliced at positions, not at tokens, and the slices' shapes."""
 
   def __init__(self) -> None:
     self.reads: set[tuple[int, _Shape]] = set()
@@ -67,12 +66,10 @@ def _sources(values: Sequence[_Value]) -> tuple[bool, bool]:
 def position_tables(
   windows: _types.Jaxpr, whole: _types.Jaxpr, by_tokens: Sequence[bool]
 ) -> list[int]:
-  """Returns the numbers of the leaves that windows and whole sequences read in other shapes.
+  """Returns the numbers of the leaves of which two programs of a loss read different shapes.
 
-  Args:
-    windows: the program of the loss for a batch whose sequences are cut short.
-    whole: the program of the loss for the batch of whole sequences.
-    by_tokens: for each argument after the params, whether it holds tokens, not positions.
+  `windows` is the program for a batch whose sequences are cut short, `whole` for the whole batch.
+  `by_tokens` tells for each argument after the params whether it holds tokens, not positions.
   """
 
   def reads(program: _types.Jaxpr) -> set[tuple[int, _Shape]]:

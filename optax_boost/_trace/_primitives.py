@@ -1,9 +1,8 @@
-"""The primitives that the analyses know: a table with one entry for each primitive.
+"""The primitives that the analyses know: a table with one :class:`Rule` for each primitive.
 
-A :class:`Rule` says how a primitive carries the axes of leaves from its operands to its results. To
-teach the analyses a primitive, add its name to :data:`RULES`, with the rule of a similar primitive,
-such as ``POINTWISE``, or with a new rule. Primitives that hold a program (``scan``, ``cond``,
-``jit``, ...) need no entry, since ``_jaxpr.Interpreter`` enters them.
+To teach the analyses a primitive, add its name to :data:`RULES`, with the rule of a similar
+primitive, such as ``POINTWISE``, or with a new rule. Primitives that hold a program (``scan``,
+``cond``, ``jit``, ...) need no entry, since ``_jaxpr.Interpreter`` enters them.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,8 +20,7 @@ class Product(NamedTuple):
     contracted: for each operand, the dimensions that are summed over.
     batch: for each operand, the dimensions along which each slice is multiplied with one slice of
       the other operand.
-    sources: for each dimension of the result, the pairs of an operand and its dimension that run
-      along it.
+    sources: for each dimension of the result, pairs (operand, dimension of the operand along it).
     window: the dimensions of the second operand along which a convolution slides.
     groups: the number of groups of a convolution's outputs; each group has separate inputs.
   """
@@ -34,7 +32,7 @@ class Product(NamedTuple):
   groups: int = 1
 
 
-# For each of the two operands of a product, some of its dimensions.
+# Some dimensions of the first operand of a product, and some of the second.
 _Dims: TypeAlias = tuple[Sequence[int], Sequence[int]]
 
 
@@ -43,13 +41,13 @@ class Rule(NamedTuple):
 
   Attributes:
     move: ``move(equation, operand, axis_map, shape, by_data)`` makes the axis map of a result with
-      this shape from the map of an operand. It returns None if the result does not hold the
-      operand's entries. `by_data` tells whether data chose the indices of a lookup. The rule has no
-      `move` if no result of the primitive holds an operand's entries.
-    is_entrywise: whether each entry of an operand goes to one entry of a result, or to none. A leaf
+      this shape from the map of an operand, or returns None if the result does not hold the
+      operand's entries. `by_data` tells whether data chose the indices of a lookup. `move` is None
+      if no result of the primitive holds an operand's entries.
+    is_entrywise: whether each entry of an operand goes to at most one entry of a result. A leaf
       that meets data in such a primitive has no fan-in there.
-    is_pointwise: whether the operands also are scalars or have the result's shape, and each entry
-      of the result depends on the entries at its index alone.
+    is_pointwise: whether each operand is a scalar or has the result's shape, and each entry of the
+      result depends only on the operands' entries at its index.
     is_lookup: whether the operands after the first are indices into the first.
     is_identity: whether each result is the operand in the same position.
     product: ``product(equation)`` returns the roles of a product's dimensions; None for other
@@ -164,10 +162,7 @@ def _ragged_dot(equation: _types.Equation) -> Product:
 def _matrix_product(
   equation: _types.Equation, contracted: _Dims, batch: _Dims, group_dims: tuple[int, ...] = ()
 ) -> Product:
-  """Returns the roles of the dimensions of a matrix product's two operands.
-
-  Along `group_dims` the second operand holds one kernel for each group of rows.
-  """
+  """Describes a matrix product; along `group_dims`, operand 1 has a kernel per group of rows."""
   pairs = list(zip(*batch, strict=True))
   used = [{*contracted[0], *batch[0]}, {*contracted[1], *batch[1], *group_dims}]
   free = [
@@ -214,29 +209,26 @@ def _product_rule(product: Callable[[_types.Equation], Product]) -> Rule:
 
 # Each entry of a result is computed from the operands' entries at its index, and from scalars.
 POINTWISE = Rule(_stretch, is_entrywise=True, is_pointwise=True)
-# The primitive moves entries to other indices or devices, or combines entries of several devices. A
-# primitive that mixes the entries along an axis and keeps the axis, such as `cumsum`, has no rule,
-# so the axes of the leaves that enter the primitive are unknown.
+# The primitive moves entries to other indices or devices, or combines entries of several devices.
+# `cumsum`, which mixes entries along an axis, is not entrywise and has no rule, so the axes of
+# leaves that enter it are unknown.
 ENTRYWISE = Rule(_resize, is_entrywise=True)
 # Each result equals an operand; the primitive is a hint to the compiler.
 IDENTITY = Rule(_resize, is_entrywise=True, is_identity=True)
 # A result holds some entries of one operand, or all entries of several operands.
 PART = Rule(_resize, is_entrywise=True)
-# The entries of one operand replace entries of another operand; further operands are the indices.
+# The entries of one operand replace, or are added to, entries of another operand.
 UPDATE = Rule(None, is_entrywise=True)
 REDUCTION = Rule(_drop("axes"))
 
 RULES: dict[str, Rule] = {
-  # Arithmetic.
   **dict.fromkeys(
     ("add", "add_any", "div", "max", "min", "mul", "neg", "rem", "sub", "clamp", "select_n"),
     POINTWISE,
   ),
-  # Casts and copies.
   **dict.fromkeys(
     ("convert_element_type", "copy", "copy_p", "reduce_precision", "stop_gradient"), POINTWISE
   ),
-  # Functions of numbers.
   **dict.fromkeys(
     (
       *("abs", "acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "cbrt", "ceil", "cos"),
@@ -246,15 +238,12 @@ RULES: dict[str, Rule] = {
     ),
     POINTWISE,
   ),
-  # Comparisons and logic.
   **dict.fromkeys(
     ("and", "eq", "ge", "gt", "is_finite", "le", "lt", "ne", "not", "or", "xor"), POINTWISE
   ),
-  # Devices.
   **dict.fromkeys(("optimization_barrier", "pvary", "reshard", "sharding_constraint"), IDENTITY),
   **dict.fromkeys(("all_gather", "pbroadcast", "ppermute"), ENTRYWISE),
   **dict.fromkeys(("pmax", "pmin", "psum", "psum2", "psum_invariant"), ENTRYWISE),
-  # Shapes and indices.
   "rev": ENTRYWISE,
   "tile": Rule(_stretch, is_entrywise=True),
   **dict.fromkeys(("concatenate", "pad", "slice", "split"), PART),
@@ -272,7 +261,6 @@ RULES: dict[str, Rule] = {
     ("reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_prod", "reduce_sum"), REDUCTION
   ),
   "reduce_xor": REDUCTION,
-  # Products.
   "dot_general": _product_rule(_dot_general),
   **dict.fromkeys(("ragged_dot", "ragged_dot_general"), _product_rule(_ragged_dot)),
   "conv_general_dilated": _product_rule(_convolution),
@@ -281,7 +269,6 @@ _UNKNOWN = Rule(None)
 
 
 def is_known(equation: _types.Equation) -> bool:
-  """Returns whether there is a rule for an equation's primitive."""
   return equation.primitive.name in RULES
 
 
@@ -299,10 +286,7 @@ def product_of(equation: _types.Equation) -> Product | None:
 def move(
   equation: _types.Equation, operand: int, axis_map: AxisMap, result: int, by_data: bool = False
 ) -> AxisMap | None:
-  """Returns the axis map of an equation's result, made from the axis map of an operand.
-
-  Returns None if the result has no axis map.
-  """
+  """Makes the axis map of an equation's result from that of an operand; None if it has none."""
   moved_by = rule_of(equation).move
   if moved_by is None:
     return None

@@ -1,8 +1,4 @@
-"""Series of blocks: modules whose names differ by a number, or steps of a scan, in a row.
-
-:func:`find_series` finds series by the order in which the loss uses leaves, by the data that each
-leaf meets, and by the numbers in paths. :func:`select` makes the series that a pattern selects.
-"""
+"""Series of blocks: modules in a row whose names differ by a number, or the steps of a scan."""
 
 import collections
 from collections.abc import Sequence
@@ -27,21 +23,19 @@ class Series(NamedTuple):
 
   @property
   def length(self) -> int:
-    """Returns the number of blocks."""
     return sum(part.length for part in self.parts)
 
   @property
   def leaves(self) -> frozenset[int]:
-    """Returns the leaves of all blocks."""
     return frozenset[int]().union(*(part.leaves for part in self.parts))
 
 
 def find_series(
   model: _traced_leaves.Model, num_kernels: int = 2
 ) -> tuple[list[Series], list[Series]]:
-  """Returns all series, the outermost first, and, sorted by first use, the outermost series alone.
+  """Returns two lists: all series, the outermost first, and the outermost series by first use.
 
-  Two or more blocks of a series have `num_kernels` kernels or more.
+  In a series of modules, two or more have at least `num_kernels` kernels; so have a scan's steps.
   """
   numbered = _numbered_series(model, num_kernels)
   scans = [
@@ -58,8 +52,7 @@ def find_series(
   inner: dict[str, Series] = {}
   for series in [*scans, *numbered]:
     if not any(series is other for other in outermost):
-      # The series inside of an outer series' blocks are joined to one series: for example, the
-      # blocks of all stages.
+      # Series inside of several outer blocks, such as the layers of each stage, become one series.
       pattern = _generalize(series.pattern)
       joined = inner.setdefault(pattern, Series([], pattern))
       joined.parts.extend(series.parts)
@@ -67,13 +60,13 @@ def find_series(
 
 
 def _generalize(pattern: str) -> str:
-  """Replaces the numbers of outer modules in a pattern by `*`; returns the pattern."""
+  """Returns the pattern with `*` in place of the numbers of outer modules."""
   parent, slash, last = pattern.rpartition("/")
   return re.sub(r"\d+(?=/|$)", "*", parent) + slash + last
 
 
 def _is_inside(series: Series, other: Series) -> bool:
-  """Returns whether a series is inside of one block of another series, or of a scan's steps."""
+  """Returns whether a series lies in one block of another series, or in each step of a scan."""
   if other.parts[0].scan is not None:
     touched = [part for part in series.parts if part.leaves & other.parts[0].leaves]
     return series.parts[0].scan is None and len(touched) > 1
@@ -96,8 +89,8 @@ def _series_of_scan(model: _traced_leaves.Model, scan: _leaf_uses.LayerScan) -> 
 def _numbered_series(model: _traced_leaves.Model, num_kernels: int) -> list[Series]:
   """Returns the series of modules whose names differ by a number, the outermost first.
 
-  Each module of a series gets data from the module before it, and is used before the next module.
-  Two or more modules have `num_kernels` kernels or more.
+  Each module of a series gets data from the module before it, and the loss uses all kernels of a
+  module before those of the next. Two or more modules have `num_kernels` kernels or more.
   """
   kernels = set(model.kernels)
   members: dict[str, set[int]] = {}
@@ -109,8 +102,8 @@ def _numbered_series(model: _traced_leaves.Model, num_kernels: int) -> list[Seri
   for module in members:
     if match := _NUMBERED.fullmatch(module):
       siblings.setdefault(match[1], []).append(module)
-  # A leaf that is used several times, such as a table of relative positions that all blocks share,
-  # does not tell when its module is used.
+  # The first use of a leaf that all blocks share, such as a table of relative positions, does not
+  # tell when the leaf's module is used.
   again = {leaf for leaf, number in collections.Counter(model.uses).items() if number > 1}
   series = []
   for stem, modules in siblings.items():
@@ -140,7 +133,7 @@ def _pattern_of(model: _traced_leaves.Model, stem: str, modules: list[str]) -> s
 
 
 def _matches(model: _traced_leaves.Model, pattern: str) -> dict[str, list[int]]:
-  """Returns the modules or leaves that a pattern selects, and the leaves of each, by first use."""
+  """Returns the leaves of each module or leaf that a pattern selects, by first use."""
   pattern_names = pattern.replace(".", "/").split("/")
   leaves_of: dict[str, list[int]] = {}
   for i in model.order:
@@ -151,10 +144,7 @@ def _matches(model: _traced_leaves.Model, pattern: str) -> dict[str, list[int]]:
 
 
 def _matched_length(names: Sequence[str], pattern_names: Sequence[str]) -> int | None:
-  """Returns how many names at the start of a path a pattern matches, or None for no match.
-
-  `**` in a pattern matches any number of names.
-  """
+  """Returns how many names at the start of a path a pattern matches, or None for no match."""
   if not pattern_names:
     return 0
   if pattern_names[0] == "**":
@@ -170,9 +160,9 @@ def _matched_length(names: Sequence[str], pattern_names: Sequence[str]) -> int |
 
 
 def select(model: _traced_leaves.Model, patterns: str) -> Series:
-  """Returns the series of the blocks that patterns select; bars separate the patterns.
+  """Returns the series that patterns select; raises ValueError for none, or a leaf selected twice.
 
-  Raises ValueError for a pattern that selects nothing, and if a leaf is selected twice.
+  `patterns` is one string, in which bars separate the patterns.
   """
   scan_of = {leaf: scan for scan in model.layer_scans for leaf in scan.axis_of}
   modules: dict[str, list[int]] = {}

@@ -9,18 +9,17 @@ from optax_boost._trace import _flow, _layer_axes, _leaf_uses
 
 
 class Part(NamedTuple):
-  """The leaves of one block; or leaves that `scan` slices, which have a block for each step."""
+  """The leaves of one block; or the leaves that `scan` slices, with a block for each step."""
 
   leaves: frozenset[int]
   scan: _leaf_uses.LayerScan | None = None
 
   @property
   def length(self) -> int:
-    """Returns the number of blocks."""
     return 1 if self.scan is None else self.scan.length
 
   def numbers(self, first: int) -> list[int]:
-    """Returns the number of each slice's block, for a first step with the number `first`."""
+    """Returns the number of each layer's block; the block that runs first has `first`."""
     numbers = list(range(first, first + self.length))
     return numbers[::-1] if self.scan is not None and self.scan.reverse else numbers
 
@@ -35,7 +34,7 @@ class Model:
     leaves: the leaves; a `/` in a path separates modules.
     uses: the numbers of the leaves in the order of uses; a leaf that is used again is repeated.
     scans: the scans over layers, in the order of the program.
-    flow: the leaves that are upstream of each leaf, as `_flow` defines it.
+    flow: the leaves upstream of each leaf, as `_flow` defines the word.
   """
 
   leaves: list[_layer_axes.Leaf]
@@ -50,11 +49,11 @@ class Model:
 
   @functools.cached_property
   def kernels(self) -> list[int]:
-    """Returns the kernels, by first use: leaves with a fan-in, or matrices of unknown axes."""
+    """Returns, by first use, the leaves with a fan-in, and leaves of two or more unknown axes."""
     return [i for i in self.order if _is_kernel(self.leaves[i])]
 
   def in_order(self, leaves: Iterable[int]) -> list[int]:
-    """Returns those of the leaves that the loss uses, sorted by first use."""
+    """Returns the leaves without those that the loss does not use, sorted by first use."""
     return sorted(self.order.keys() & set(leaves), key=self.order.__getitem__)
 
   def follows(self, later: Iterable[int], earlier: Iterable[int]) -> bool:
@@ -63,7 +62,7 @@ class Model:
 
   @functools.cached_property
   def layer_scans(self) -> list[_leaf_uses.LayerScan]:
-    """Returns the scans whose steps follow each other, unlike a scan that sums over experts."""
+    """Returns the scans in which a step gets data from other steps, unlike a sum over experts."""
     ever = self.flow.ever_upstream
     return [
       scan
@@ -76,7 +75,7 @@ class Model:
     return min(self.order[leaf] for leaf in part.leaves if leaf in self.order)
 
   def top_modules(self) -> dict[str, list[int]]:
-    """Returns, by first use, the leaves of the modules at the outermost depth that has several."""
+    """Returns the leaves of each module at the outermost depth with several, by first use."""
     paths = {i: self.leaves[i].path.split("/") for i in self.order}
     depth = 1
     while True:
