@@ -1,8 +1,7 @@
 """The arguments `exclude`, `layers` and `axis_name` of methods that treat each layer by itself.
 
-The train step makes the extra argument `layers` of ``update`` from a trace of the loss, in
-``_train_step/_step_computation.py``. A method receives `layers` if its step has a keyword argument
-of this name.
+A method whose step has a keyword argument `layers` gets `layers` from the train step, which traces
+the loss (``_train_step/_step_computation.py``).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -29,8 +28,8 @@ Plan: TypeAlias = list[tuple[_layer_axes.Leaf, bool]]
 class Leaves:
   """Checks `exclude`, `layers` and `axis_name` of a method's factory, and applies them to trees.
 
-  `auto` is the method's rule for ``exclude="auto"``: for a list of leaves, ``auto(leaves)`` returns
-  a list of bools, True for each leaf that the method skips.
+  ``auto(leaves)`` is the method's rule for ``exclude="auto"``: it returns a list of bools, True for
+  each leaf that the method skips.
   """
 
   def __init__(
@@ -56,7 +55,7 @@ class Leaves:
     self._plan = _trees.once_per_tree(plan)
 
   def plan(self, tree: _types.Tree, layers: _types.Unchecked = None) -> Plan:
-    """Returns the `Plan` of a tree; `layers` is the extra argument of ``update``."""
+    """Returns which leaves of a tree are skipped; `layers` is the extra argument of ``update``."""
     return self._plan(tree, self.layer_axes(layers))
 
   def layer_axes(self, layers: _types.Unchecked) -> _layer_axes.LayerAxes | None:
@@ -64,7 +63,7 @@ class Leaves:
     return choose_layers(self._layers, layers)
 
   def mesh_axes(self, leaves: Sequence[_layer_axes.Leaf]) -> list[_types.AxisName | None]:
-    """Returns for each leaf the mesh axes over which `axis_name` says that the leaf is sharded.
+    """Returns for each leaf the mesh axes over which the leaf is sharded, according to `axis_name`.
 
     Raises ValueError if a mesh axis is not bound.
     """
@@ -85,7 +84,7 @@ class Leaves:
     tree: _types.SameTree,
     layers: _types.Unchecked,
   ) -> _types.SameTree:
-    """Returns a tree with ``function(array, leaf, mesh_axes)`` for each leaf not excluded."""
+    """Replaces each leaf that is not excluded by ``function(array, leaf, mesh_axes)``."""
     plan = self.plan(tree, layers)
     mesh_axes = self.mesh_axes([leaf for leaf, _ in plan])
 
@@ -112,7 +111,7 @@ def _check_axis_names(names: _types.AxisNames | None) -> None:
 def warn_of_unknown_axes(
   method: str, leaves: Sequence[_layer_axes.Leaf], described: _layer_axes.LayerAxes | None
 ) -> None:
-  """Warns of each leaf with several axes whose fan-in `described`, from a trace, does not know."""
+  """Warns of leaves with several axes whose roles the trace `described` does not tell."""
   if described is None:
     return
   many_axes = {leaf.path for leaf in leaves if len(leaf.shape) > 1}

@@ -1,4 +1,4 @@
-"""Brings what a loss may return into one form, ``loss, (model_state, aux)``."""
+"""Brings the output of a loss into one form, ``loss, (model_state, aux)``."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ def split_output(
 ) -> tuple[_types.FloatScalar, tuple[_types.ModelState, Any]]:
   """Returns a loss's output as ``loss, (model_state, aux)``; a missing state or aux is None.
 
-  Raises TypeError if the output does not have the form that `has_aux` and `has_model_state` say.
+  Raises TypeError if the output doesn't have the parts that `has_aux` and `has_model_state` say.
   """
   beside_loss = "(model_state, aux)" if has_aux else "model_state"
   if not has_model_state:
