@@ -7,8 +7,7 @@ For each layer, with weights w, gradient g and Euclidean norms over the whole la
   m    <- momentum m - lr d
   w    <- w + m
 
-Source: You, Gitman, Ginsburg, "Large Batch Training of Convolutional Networks",
-arXiv:1708.03888, in the form of MXNet 2's ``optimizer.LARS``.
+Source: arXiv:1708.03888, in the form of MXNet 2's ``optimizer.LARS``.
 """
 
 from collections.abc import Callable, Sequence
@@ -265,7 +264,6 @@ def lars(
 
 
 def _cast(tree: _types.SameTree, like: _types.Tree) -> _types.SameTree:
-  """Casts the leaves of a tree to the dtypes of the leaves of `like`."""
   return _trees.map_leaves(lambda x, y: x.astype(y.dtype), tree, like)
 
 

@@ -1,8 +1,4 @@
-"""The arguments `exclude`, `layers` and `axis_name` of methods that treat each layer by itself.
-
-A method whose step has a keyword argument `layers` gets `layers` from the train step, which traces
-the loss (``_train_step/_step_computation.py``).
-"""
+"""The arguments `exclude`, `layers` and `axis_name` of methods that treat each layer by itself."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
@@ -98,7 +94,6 @@ class Leaves:
 
 
 def _check_axis_names(names: _types.AxisNames | None) -> None:
-  """Raises an error unless `axis_name` is None, mesh axes, or a mapping of patterns to axes."""
   if not isinstance(names, Mapping):
     _mesh_axes.check_axis_name("axis_name", names)
     return
@@ -133,7 +128,8 @@ def choose_layers(
 def check_layers(layers: _types.Unchecked) -> _layer_axes.LayerAxes | None:
   """Returns `layers` as LayerAxes or None; raises TypeError if `layers` has another type.
 
-  The train step passes DeferredLayerAxes, so the loss is traced only if a method needs the axes.
+  The train step passes DeferredLayerAxes to each method whose step has an argument `layers`. So the
+  loss is traced only if a method needs the axes.
   """
   if isinstance(layers, _layer_axes.DeferredLayerAxes):
     return layers.describe()

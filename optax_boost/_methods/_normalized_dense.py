@@ -22,7 +22,6 @@ EPS = 1e-4
 
 
 def check_settings(multiplier_init: _types.Unchecked, eps: _types.Unchecked) -> None:
-  """Raises an error if `multiplier_init` is not callable or `eps` is not a positive number."""
   _checks.check_callable("multiplier_init", multiplier_init, "multiplier_init(key, shape, dtype)")
   _checks.check_number("eps", eps, positive=True)
 

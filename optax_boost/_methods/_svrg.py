@@ -278,7 +278,6 @@ def _masked_like(masked: _types.Tree, tree: _types.Tree, name: str) -> _types.Tr
 
 
 def _check_state(state: SvrgState, params: optax.Params, method: str) -> None:
-  """Raises ValueError if the state was made for params of other shapes."""
   if not _tree_checks.same_shapes(params, state.snapshot):
     got = _checks.shorten(jax.tree.map(jnp.shape, params))
     shapes = _checks.shorten(jax.tree.map(jnp.shape, state.snapshot))

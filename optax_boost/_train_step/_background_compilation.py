@@ -1,4 +1,4 @@
-"""Compiles programs in a thread while training continues."""
+"""Compiles programs in a thread."""
 
 from collections.abc import Sequence
 import concurrent.futures

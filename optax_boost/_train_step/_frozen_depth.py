@@ -31,10 +31,9 @@ class _Remembered(NamedTuple):
 class DepthReader:
   """Reads from optimizer states of one structure how many groups the next step freezes.
 
-  If the reader read this number from the device in every step, the host would wait for every step.
-  But the state's field `frozen_for` says for how many steps the number can't change. So the reader
-  remembers the states that steps return, and reads nothing during these steps. (A skipped step does
-  not advance the schedule of freezing, so the number then stays even longer.)
+  To read an array, the host must wait until the previous step has ended. But the state's field
+  `frozen_for` says for how many steps the number can't change, and a skipped step only delays the
+  change. So the reader remembers the states that steps return, and reads nothing in these steps.
   """
 
   def __init__(self, opt_state: optax.OptState):

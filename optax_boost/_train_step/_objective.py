@@ -112,11 +112,7 @@ def _check_dependence(
 
 
 def steepest_ascent(gradients: _types.SameTree) -> _types.SameTree:
-  """Returns the gradients, conjugated for complex params.
-
-  ``jax.grad`` returns the conjugate of the direction in which a real loss grows fastest, but
-  optimizers take the direction itself.
-  """
+  """Conjugates complex gradients: ``jax.grad`` returns the conjugate of the direction of ascent."""
   return jax.tree.map(lambda g: jnp.conj(g) if jnp.iscomplexobj(g) else g, gradients)
 
 

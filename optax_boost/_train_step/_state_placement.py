@@ -94,10 +94,7 @@ def _is_committed(leaf: _types.Unchecked) -> bool:
 
 
 def commit_like(state: _train_state.TrainState, arguments: _types.Tree) -> _train_state.TrainState:
-  """Moves an uncommitted state to the device or mesh of a committed argument of the step.
-
-  JAX runs the step there, so the next state will be there, too.
-  """
+  """Moves an uncommitted state to a committed argument's devices, since the step will run there."""
   # The function runs at every step, so the cheapest test comes first.
   if _is_committed(state.step):
     return state

@@ -50,8 +50,7 @@ class FreezeRequest:
   Attributes:
     groups: the number of each leaf's group. A leaf that ``optax.masked`` hides from the freezing
       method has the number after the last group, so it is never frozen.
-    depth: how many groups are frozen; a NumPy int32 if the step is compiled for this number, else
-      a traced array.
+    depth: how many groups are frozen, as a NumPy int32 if the number is static, else traced.
   """
 
   groups: Sequence[_layer_groups.GroupNumber]
@@ -78,10 +77,7 @@ class FreezeRequest:
 
 
 def scale_request(opt_state: optax.OptState, params: optax.Params) -> ScaleRequest | None:
-  """Returns the loss scale that an optimizer state requests, or None.
-
-  Raises ValueError if several states request a loss scale.
-  """
+  """Returns the requested loss scale, or None; raises ValueError if several states request one."""
   state = _protocol.requesting_state(opt_state, _protocol.LOSS_SCALE)
   if state is None:
     return None

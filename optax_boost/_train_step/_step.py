@@ -82,6 +82,7 @@ class TrainStep:
     """Makes one step; `state` is donated and must not be used afterwards.
 
     Args:
+      state: the current state.
       batch: a tree of arrays, which is passed to the loss unchanged.
       rng: a key, or None if the loss takes no key. The step folds ``state.step`` into the key. If
         you pass the same key at every step, a resumed run draws the same numbers.
@@ -115,13 +116,15 @@ class TrainStep:
   ) -> _train_state.TrainState:
     """Returns the state with a new snapshot of :func:`svrg`, after one pass over the data.
 
-    The pass changes no statistics. Don't use the old state afterwards, since the new state shares
-    its arrays.
+    The pass changes no statistics.
 
     Args:
-      batches, weight_fn, progress: as in :func:`full_gradient`.
+      state: the current state; don't use it afterwards, since the new state shares its arrays.
+      batches: an iterable of batches for the loss; see :func:`full_gradient`.
       rng: a key, or None if the loss takes no key. ``state.step`` and the number of the batch are
         folded into the key.
+      weight_fn: a function from a padded batch to the number of its real examples.
+      progress: whether to show a progress bar; needs ``tqdm``.
 
     Raises:
       ValueError: the optimizer has no ``svrg``, there is no batch, or batches differ in structure.
@@ -184,9 +187,8 @@ class TrainStep:
     """Lowers the step for inspection, like ``jax.jit(...).lower``.
 
     The arguments are those of a step, and may be abstract. The program freezes as many layers as a
-    step with `state` does. To get a program that you can call like a step, use
-    ``jax.jit(step).lower(state, batch)`` instead. That program freezes any number of layers, but
-    frozen layers save no time.
+    step with `state` does. For a compiled program that you can call like a step, use
+    ``jax.jit(step).lower(state, batch)``; there, frozen layers save no time.
     """
     _check_call(state, rng)
     depth, _ = self._depth_reader(state).read(state.opt_state)

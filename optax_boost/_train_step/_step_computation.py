@@ -1,4 +1,4 @@
-"""The computation of a train step. It passes these extra arguments to ``tx.update``:
+"""The computation of a train step, which passes these extra arguments to ``tx.update``.
 
   value, grad        the loss at the current params, and its gradient
   value_fn(params)   the loss at other params, with the same batch, rng and mutable statistics

@@ -27,7 +27,6 @@ class TrainState(NamedTuple):
 
 
 def check_train_state(state: _types.Unchecked) -> None:
-  """Raises TypeError unless the argument `state` is a TrainState."""
   words = "an `optax_boost.TrainState`: what `step.init` or the step before returned"
   _checks.check_type("state", state, TrainState, words)
 

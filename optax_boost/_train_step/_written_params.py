@@ -34,11 +34,7 @@ def with_written_params(
 def take_written_params(
   params: optax.Params, model_state: _types.ModelState, traced: _traced_loss.TracedLoss
 ) -> tuple[optax.Params, _types.ModelState]:
-  """Returns the params and the statistics after a forward pass.
-
-  `model_state` is what :func:`with_written_params` returned in the forward pass, and `params` are
-  the params before it. A param that the forward pass has only copied is returned uncopied.
-  """
+  """Returns the params and the statistics after a forward pass, whose result is `model_state`."""
   if not isinstance(model_state, WrittenParams):
     return params, model_state
   program = traced.program

@@ -41,10 +41,11 @@ def estimate_batch_stats(
     module: the module.
     variables: the module's params, for example averaged ones, and its other collections, among
       them ``batch_stats``.
-    batches, weight_fn: see :func:`optax_boost.nnx.estimate_batch_stats`.
+    batches: see :func:`optax_boost.nnx.estimate_batch_stats`.
     forward_fn: ``forward_fn(model, batch)``, where ``model(x, ...)`` applies the module, such as
       ``lambda model, x: model(x, train=True)``; its result is not used. None: the pass calls
       ``model(batch)``.
+    weight_fn: see :func:`optax_boost.nnx.estimate_batch_stats`.
     only: the BatchNorms to estimate, frozen or not, as regular expressions that match whole
       segments of a BatchNorm's path in ``batch_stats``. None: all that the call updates.
     exclude: BatchNorms that keep their statistics, as regular expressions like `only`.

@@ -40,7 +40,6 @@ class LessBN(nn.Module):
     object.__setattr__(self, "_bound", self.original.module.clone(parent=self.scope))
 
   def __call__(self, *args: Any, **kwargs: Any) -> Any:
-    """Calls the original module with the same arguments."""
     return self._run("__call__", args, kwargs)
 
   def __getattr__(self, name: str) -> Any:
@@ -104,16 +103,13 @@ def less_bn(
   on_plan: _less_bn.PlanCallback | None = None,
   **kwargs: Any,
 ) -> LessBN:
-  """Returns a module with fewer BatchNorms, like :func:`optax_boost.nnx.less_bn` for NNX.
+  """Returns a module with fewer BatchNorms and the original's methods (``init``, ``apply``, ...).
 
   The arguments are those of :func:`optax_boost.nnx.less_bn`; ``module.init`` and a call are traced
   with the inputs. Kernels and biases keep their paths, so variables of the original module fit. Use
   the returned module for evaluation, too, with ``train=False`` or the module's own flag. ``init``
   refuses a module with ``nn.jit`` inside, since ``nn.jit`` keeps earlier traces, in which calls
   can't be intercepted.
-
-  Returns:
-    A module with the methods of the original, such as ``init`` and ``apply``.
 
   Raises:
     ValueError: there are no inputs. In ``init``: a BatchNorm to remove is not called.

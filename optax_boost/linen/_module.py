@@ -93,7 +93,6 @@ def split_variables(variables: Any) -> tuple[_types.Params, Collections]:
 
 
 def check(module: _types.Unchecked) -> None:
-  """Raises TypeError unless `module` is a Linen module."""
   if not isinstance(module, nn.Module):
     raise TypeError(
       f"`module` must be a Linen module; got {_checks.shorten(module)}. For NNX modules there is"

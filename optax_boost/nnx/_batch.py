@@ -17,10 +17,7 @@ _NNX_OBJECT = (nnx.Variable, nnx.Pytree if hasattr(nnx, "Pytree") else nnx.Objec
 
 
 class KeyedBatch(NamedTuple):
-  """The batch of a step that the user calls with a key; the key is for the loss only.
-
-  Batches of a full gradient are not marked: their key moves the model's own rng streams.
-  """
+  """The batch of a step that the user calls with a key, which must not move the model's streams."""
 
   batch: _types.Batch
 
@@ -85,7 +82,6 @@ def close(batch: _types.Batch) -> _types.Batch:
 
 
 def _is_nnx_object(node: _types.Tree) -> bool:
-  """Returns whether a node of a batch is a module, variable, metric or optimizer of NNX."""
   return isinstance(node, _NNX_OBJECT)
 
 

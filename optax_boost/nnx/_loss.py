@@ -112,7 +112,6 @@ def pure_loss(
 
 
 def _check_trained(before: _types.Params, after: _types.Params) -> None:
-  """Raises ValueError if the forward pass creates, removes or reshapes trained variables."""
   if _tree_checks.same_shapes(before, after):
     return
   changed = {
@@ -128,7 +127,6 @@ def _check_trained(before: _types.Params, after: _types.Params) -> None:
 
 
 def _check_untrained(before: _model.Collections, after: _model.Collections) -> None:
-  """Raises ValueError if the forward pass creates or removes variables that are not trained."""
   changed = {*_paths.leaf_paths(before)} ^ {*_paths.leaf_paths(after)}
   if changed:
     raise ValueError(

@@ -70,10 +70,7 @@ def call(
   params: _types.Params,
   collections: Collections,
 ) -> tuple[Any, nnx.GraphDef, _types.Params, Collections]:
-  """Calls ``function(roots)`` with new roots; returns its output, and the roots, split.
-
-  The roots are split after the call, so they show what `function` has changed.
-  """
+  """Calls ``function(roots)`` with new roots; returns its output, and the changed roots, split."""
   with nnx.update_context(_FORWARD_CONTEXT):
     with nnx.merge_context(_FORWARD_CONTEXT, inner=True) as context:
       roots = context.merge(graphdef, *_states(params, collections))
