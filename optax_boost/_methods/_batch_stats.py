@@ -30,7 +30,6 @@ class Selection(NamedTuple):
   """The BatchNorms to estimate.
 
   Attributes:
-    paths: the paths of the BatchNorms.
     named: whether the user named these BatchNorms by `only`. If so, their statistics are estimated
       even if the forward pass would not update them.
   """
@@ -141,10 +140,7 @@ def _finite_leaves(batch: _types.Tree) -> dict[str, jax.Array]:
 
 
 def _refuse_bad_batch(finite: Sequence[dict[str, jax.Array]]) -> None:
-  """Raises ValueError for the first batch with an entry that is not finite.
-
-  If there is none, returns None, since then the params may have made the statistics not finite.
-  """
+  """Raises ValueError for the first batch that is not finite. If all are, the params may be bad."""
   for index, leaves in enumerate(finite):
     for path, is_finite in leaves.items():
       if not is_finite:

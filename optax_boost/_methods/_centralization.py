@@ -146,7 +146,7 @@ def centralize(
 
 def _left_alone(leaves: list[_layer_axes.Leaf], layout: str) -> list[bool]:
   """Returns for each leaf whether ``exclude="auto"`` excludes it."""
-  # A NormalizedDense, whose module has a leaf `multiplier`, divides its kernel by the norm.
+  # A module with a leaf `multiplier` is a NormalizedDense, which divides its kernel by its norm.
   modules = [leaf.path.rpartition("/") for leaf in leaves]
   heads = {module for module, _, name in modules if name == "multiplier"}
   input_axis = 1 if layout == "torch" else -2

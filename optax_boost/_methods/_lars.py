@@ -203,7 +203,7 @@ def lars(
     exclude: as in :func:`scale_by_lars_trust_ratio`, the leaves that keep ratio 1.
     weight_decay_mask: as in :func:`scale_by_lars_trust_ratio`, the leaves that are decayed.
     layers: as in :func:`centralize`; each layer and expert gets its own ratio.
-    axis_name: as in :func:`scale_by_lars_trust_ratio`, the mesh axes over which to sum.
+    axis_name: as in :func:`scale_by_lars_trust_ratio`, the mesh axes over which norms are summed.
 
   Returns:
     An :class:`optax.GradientTransformationExtraArgs` that needs `params`. Updates and momentum
@@ -268,7 +268,7 @@ def _cast(tree: _types.SameTree, like: _types.Tree) -> _types.SameTree:
 
 
 def _bias_or_norm(leaves: list[_layer_axes.Leaf]) -> list[bool]:
-  """Returns True for each leaf named as bias or normalization, or whose layers are vectors."""
+  """Returns True for leaves named as bias or normalization, and for layers of at most one axis."""
   return [_leaf_names.is_bias_or_norm(x.path) or len(x.shape_of_layer) <= 1 for x in leaves]
 
 

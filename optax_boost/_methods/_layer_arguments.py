@@ -51,7 +51,7 @@ class Leaves:
     self._plan = _trees.once_per_tree(plan)
 
   def plan(self, tree: _types.Tree, layers: _types.Unchecked = None) -> Plan:
-    """Returns which leaves of a tree are skipped; `layers` is the extra argument of ``update``."""
+    """Returns each leaf, and whether it is skipped; `layers` is ``update``'s extra argument."""
     return self._plan(tree, self.layer_axes(layers))
 
   def layer_axes(self, layers: _types.Unchecked) -> _layer_axes.LayerAxes | None:
@@ -59,10 +59,7 @@ class Leaves:
     return choose_layers(self._layers, layers)
 
   def mesh_axes(self, leaves: Sequence[_layer_axes.Leaf]) -> list[_types.AxisName | None]:
-    """Returns for each leaf the mesh axes over which the leaf is sharded, according to `axis_name`.
-
-    Raises ValueError if a mesh axis is not bound.
-    """
+    """Returns each leaf's mesh axes in `axis_name`; raises ValueError if one of them is unbound."""
     names = self._axis_name
     if isinstance(names, Mapping):
       first = _patterns.first_match("axis_name", list(names), [leaf.path for leaf in leaves])

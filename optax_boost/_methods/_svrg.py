@@ -108,10 +108,7 @@ def _correct(
 
 @jax.jit
 def _renew(state: SvrgState, params: optax.Params, full_gradient: optax.Updates) -> SvrgState:
-  """Returns the state after a refresh at `params`.
-
-  If an entry of `params` or `full_gradient` is not finite, only `notfinite_count` changes.
-  """
+  """Returns the refreshed state; if an entry is not finite, only `notfinite_count` changes."""
   good = _finiteness.all_finite((params, full_gradient))
 
   def new_if_good(new: jax.Array, old: jax.Array) -> jax.Array:
@@ -143,11 +140,11 @@ def svrg(
   Each step costs a second gradient. The snapshot is renewed in one of two ways:
 
   - On the host: ``svrg(refresh_every=None)`` with ``step.refresh(state, batches)`` of a train step,
-    or with :func:`full_gradient` and :func:`refresh_svrg`. Use it for streamed data, and for
+    or with :func:`full_gradient` and :func:`refresh_svrg`. Choose this for streamed data, and for
     convolutional networks on CPUs, where XLA is slow on convolutions inside control flow.
   - Inside the step: ``svrg(refresh_every=n)`` calls the extra argument
-    ``full_grad_fn(params) -> grads`` on steps 0, n, 2n, ... under ``lax.cond``. Use it for data on
-    the device, with :func:`full_gradient` and its argument `stacked`.
+    ``full_grad_fn(params) -> grads`` on steps 0, n, 2n, ... under ``lax.cond``. Choose this for
+    data on the device, with :func:`full_gradient` and its argument `stacked`.
 
   Until the first refresh, gradients pass unchanged. If an entry of the gradient at the snapshot is
   not finite, this entry passes uncorrected. If the params or the full gradient are not finite, the
@@ -254,10 +251,7 @@ def _refresh_if_due(
 
 
 def _gradients_at(params: optax.Params, function: _types.Closure, name: str) -> optax.Updates:
-  """Returns the gradients ``function(params)``, after a check of their shapes.
-
-  The result has a mask for each leaf that ``optax.masked`` hides in `params`.
-  """
+  """Returns the gradients ``function(params)``, checked, with the masks of ``optax.masked``."""
   gradients = function(params)
   if any(map(_masks.is_masked, jax.tree.leaves(params, is_leaf=_masks.is_masked))):
     gradients = _masked_like(params, gradients, name)

@@ -1,6 +1,6 @@
 """The train step, which computes all extra arguments that any method takes in ``tx.update``.
 
-It knows no method by name: the classes of the methods' states declare what they need from a step
+It knows no method by name: the class of a method's state declares what the method needs from a step
 (:mod:`optax_boost._form._protocol`). The modules, each of which imports only modules above it:
 
   _loss_output             brings the outputs of a loss into one form

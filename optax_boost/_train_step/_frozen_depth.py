@@ -48,7 +48,7 @@ class DepthReader:
       self._fields = operator.attrgetter(*names)
 
   def read(self, opt_state: optax.OptState) -> tuple[int | None, int]:
-    """Returns how many groups the next step freezes, and for how many steps this can't change.
+    """Returns how many groups the next step freezes, and for how many steps the number stays.
 
     Returns ``(None, 0)`` if no state freezes groups, or if its arrays are traced or abstract.
     """
@@ -70,7 +70,7 @@ class DepthReader:
     return depth, steps
 
   def remember(self, opt_state: optax.OptState, depth: int | None, steps: int) -> None:
-    """Remembers the state that a step returned; :meth:`read` returned `depth, steps` before it."""
+    """Remembers the state that a step returned; before it, `read` returned `depth` and `steps`."""
     if depth is None:
       return
     state = opt_state

@@ -19,8 +19,8 @@ def flatten_metrics(
 
   Args:
     metrics: the metrics that a train step returned.
-    params: the params, to name the entries of a vector with one entry for each leaf by the leaves'
-      paths, as in ``trust_ratio/dense/kernel``. Vectors in aux are always numbered.
+    params: the params. If given, the paths of their leaves name the entries of a vector with one
+      entry for each leaf, as in ``trust_ratio/dense/kernel``. Vectors in aux are always numbered.
 
   Returns:
     A flat dictionary of Python numbers.
@@ -46,7 +46,7 @@ def flatten_metrics(
     if value.ndim < 2:
       by_leaf = value.shape == (len(leaves),) and path in metrics and path != "aux"
       names = leaves if by_leaf else [str(i) for i in range(value.size)]
-      # If the params are a single leaf, its path is empty, and the slash is removed.
+      # If the params are a single leaf, its path is empty, so the slash is removed.
       names = [f"{path}/{name}".rstrip("/") for name in names] if value.ndim else [path]
       flat.update(zip(names, value.ravel().tolist(), strict=True))
   return flat

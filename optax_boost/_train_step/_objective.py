@@ -38,7 +38,7 @@ class Objective:
   def value_and_grad(
     self, params: optax.Params
   ) -> tuple[tuple[_types.FloatScalar, Any], optax.Updates]:
-    """Returns ``(loss, aux)``, and the gradient of the scaled loss; it is zero in frozen layers."""
+    """Returns ``(loss, aux)`` and the scaled loss's gradient, which is zero in frozen layers."""
     loss = self._without_frozen_gradients()
     # If layers are frozen, the loss is not checked, since it may rightly depend on these alone.
     if self.must_depend and (self.freezing is None or self.freezing.frozen() is None):
@@ -62,7 +62,7 @@ class Objective:
     return output, gradients
 
   def _without_frozen_gradients(self) -> LossWithAux:
-    """Returns the loss, with stopped gradients if the number of frozen groups is static."""
+    """Returns the loss; stops frozen layers' gradients if the number of frozen groups is static."""
     frozen = None if self.freezing is None else self.freezing.frozen()
     if frozen is None or not any(map(np.any, frozen)):
       return self.loss
@@ -79,9 +79,9 @@ class Objective:
     return loss
 
   def closures(self, current: optax.Params) -> dict[str, _types.Closure]:
-    """Returns the extra arguments of ``update`` that are functions of params, by name.
+    """Returns, by name, the extra arguments of ``update`` that are functions of params.
 
-    If ``optax.masked`` hides leaves of these params, the functions use the leaves of `current`.
+    If ``optax.masked`` hides leaves of a function's argument, it uses the leaves of `current`.
     """
 
     @_extra_args.accept_extra_args

@@ -14,8 +14,8 @@ from optax_boost._foundation import _paths, _trees, _types
 def skip_metrics(rejected: _types.BoolScalar | None, loss: _types.FloatScalar) -> _types.Metrics:
   """Returns the metrics ``skipped/loss`` and ``skipped/gradients``, which are 0 or 1.
 
-  If the batch was left out, the first is 1 if the loss is not finite, else the second. If
-  `rejected` is None, no wrapper can leave batches out, and there are no metrics.
+  If the batch was left out, ``skipped/loss`` is 1 if the loss is not finite; otherwise
+  ``skipped/gradients`` is 1. If `rejected` is None, no wrapper can leave batches out: no metrics.
   """
   if rejected is None:
     return {}

@@ -114,9 +114,7 @@ class TrainStep:
     weight_fn: _types.WeightFn | None = None,
     progress: bool = False,
   ) -> _train_state.TrainState:
-    """Returns the state with a new snapshot of :func:`svrg`, after one pass over the data.
-
-    The pass changes no statistics.
+    """Returns the state with a new :func:`svrg` snapshot, from a pass that changes no statistics.
 
     Args:
       state: the current state; don't use it afterwards, since the new state shares its arrays.
@@ -188,7 +186,7 @@ class TrainStep:
 
     The arguments are those of a step, and may be abstract. The program freezes as many layers as a
     step with `state` does. For a compiled program that you can call like a step, use
-    ``jax.jit(step).lower(state, batch)``; there, frozen layers save no time.
+    ``jax.jit(step).lower(state, batch)``. In that program, frozen layers save no time.
     """
     _check_call(state, rng)
     depth, _ = self._depth_reader(state).read(state.opt_state)
@@ -217,7 +215,7 @@ def _check_variables(params: _types.Unchecked) -> None:
 
 def _check_call(state: _types.Unchecked, rng: _types.Unchecked) -> None:
   _train_state.check_train_state(state)
-  # If the key is an array, `StepComputation.step` checks it, only while it is traced.
+  # `StepComputation.step` checks a key that is an array, so only while the step is traced.
   if rng is not None and not isinstance(rng, jax.Array):
     _checks.check_key("rng", rng)
 

@@ -27,7 +27,6 @@ class LessBN(nn.Module):
   ``__call__`` by name: ``apply(variables, x, method="features")``.
 
   Attributes:
-    original: the original module.
     plan: which BatchNorms are removed, and which dense layer is normalized.
   """
 

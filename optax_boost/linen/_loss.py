@@ -42,7 +42,6 @@ def split_loss(
     splits the key `rng` into the module's rng streams.
 
   Raises:
-    TypeError: an argument is of the wrong kind.
     ValueError: `variables` has no collection ``params``.
 
   Examples:

@@ -61,10 +61,8 @@ class BoundModel:
     return output
 
   def _drop_sown_before(self, path: _types.KeyPath, value: Any) -> Any:
-    """Removes the values of earlier steps from a tuple that ``sow`` has made longer.
-
-    Returns other values unchanged; a tuple of the same length is, for example, an RNN's carry.
-    """
+    """Returns `value`; if it is a tuple that ``sow`` extended, without values of earlier steps."""
+    # Only `sow` extends tuples. An RNN's carry, for example, keeps its length.
     length = self._lengths.get(path)
     if length is None or not _is_tuple(value) or len(value) <= length:
       return value

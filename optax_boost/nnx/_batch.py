@@ -17,7 +17,7 @@ _NNX_OBJECT = (nnx.Variable, nnx.Pytree if hasattr(nnx, "Pytree") else nnx.Objec
 
 
 class KeyedBatch(NamedTuple):
-  """The batch of a step that the user calls with a key, which must not move the model's streams."""
+  """A batch of a step with a user's key. The key must not move the model's own rng streams."""
 
   batch: _types.Batch
 
@@ -106,7 +106,7 @@ def close_all(batches: Any) -> Any:
 
 
 def user_batch(batch: _types.Batch) -> _types.Batch:
-  """Returns the user's batch from a batch inside a step, which a class above may wrap."""
+  """Returns the user's batch from a :class:`KeyedBatch` or :class:`ClosedBatch`, or as it is."""
   batch = batch.batch if isinstance(batch, KeyedBatch) else batch
   return batch.open()[0] if isinstance(batch, ClosedBatch) else batch
 

@@ -25,11 +25,11 @@ def estimate_batch_stats(
 ) -> Any:
   """Estimates the statistics of a model's BatchNorms again, in one pass over batches.
 
-  Use it for params with which no step was made, such as averaged params, since the running
-  statistics belong to the params during training. The new statistics are the exact means, over all
-  batches, of the batches' means and variances, while running statistics are exponential averages,
-  in which the last batches count most. If a forward pass uses a BatchNorm several times, all uses
-  count the same.
+  Use it for params that no training step has used, such as averaged params, since the running
+  statistics belong to the params of the training steps. The new statistics are the exact means,
+  over all batches, of the batches' means and variances, while running statistics are exponential
+  averages, in which the last batches count most. If a forward pass uses a BatchNorm several times,
+  all uses count the same.
 
   The pass estimates the BatchNorms that a call of the model would update in its current mode; these
   BatchNorms normalize by the batch. Frozen BatchNorms (``use_running_average=True``), and those

@@ -14,7 +14,7 @@ from optax_boost.nnx import _model, _normalized_dense
 class RemovedBatchNorm(nnx.Module):
   """Replaces a removed BatchNorm; returns its input in the BatchNorm's dtype.
 
-  To trace the model, `traced_path` is the BatchNorm's path, which marks the result in the jaxpr.
+  While the model is traced, `traced_path` is the BatchNorm's path, which marks the output.
   """
 
   dtype: _types.Dtype | None
@@ -38,7 +38,7 @@ def less_bn(
 ) -> Any:
   """Copies a model without the BatchNorms inside bottleneck branches, except each branch's last.
 
-  A trace of the model, not its names, shows where a BatchNorm is. A residual block ends in an
+  A trace of the model shows where a BatchNorm is; names have no effect. A residual block ends in an
   addition whose two operands are computed from one earlier value. The operand with more layers is
   the branch, the other the shortcut. As in MindSpore, the BatchNorms of the stem, of shortcuts and
   of basic blocks (two layers) stay.

@@ -37,7 +37,6 @@ def split_loss(
     streams; with a key as fourth argument of the loss, the streams draw other numbers.
 
   Raises:
-    TypeError: an argument is of the wrong kind.
     ValueError: when the loss is traced, if the forward pass creates, removes or reshapes variables.
 
   Examples:

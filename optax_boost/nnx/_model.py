@@ -27,7 +27,7 @@ Roots: TypeAlias = tuple[Any, ...]
 # For each root, by its name in `_ROOT_NAMES`, the arrays that are not trained.
 Collections: TypeAlias = dict[str, Any]
 
-# `hold_frozen_statistics` drops a leading "batch_stats", so statistics have the paths of params.
+# The model's name is "batch_stats", since `hold_frozen_statistics` drops this name from paths.
 _ROOT_NAMES = ("batch_stats", "rngs")
 # The key in the collections under which `with_structure` stores a changed structure of the model.
 # The structure is a pytree without leaves, so each compiled program returns its own.
@@ -70,7 +70,7 @@ def call(
   params: _types.Params,
   collections: Collections,
 ) -> tuple[Any, nnx.GraphDef, _types.Params, Collections]:
-  """Calls ``function(roots)`` with new roots; returns its output, and the changed roots, split."""
+  """Calls ``function(roots)`` with new roots; returns its output, then the roots' :func:`split`."""
   with nnx.update_context(_FORWARD_CONTEXT):
     with nnx.merge_context(_FORWARD_CONTEXT, inner=True) as context:
       roots = context.merge(graphdef, *_states(params, collections))

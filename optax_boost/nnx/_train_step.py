@@ -114,10 +114,7 @@ class TrainStep:
     batches: Iterable[_types.Batch],
     rng: Rng | None = None,
   ) -> concurrent.futures.Future[None]:
-    """Compiles the step in the background for batches of other shapes, while training goes on.
-
-    Returns a future, as :meth:`optax_boost.TrainStep.compile_ahead` does. Changes no argument.
-    """
+    """Compiles the step for other batches, like :meth:`optax_boost.TrainStep.compile_ahead`."""
     programs = [self.lower(model, optimizer, batch, rng) for batch in batches]
     return _train_step.compile_programs(programs)
 
@@ -128,10 +125,7 @@ class TrainStep:
     batch: _types.Batch,
     rng: Rng | None = None,
   ) -> jax.stages.Lowered:
-    """Lowers the step for inspection, like ``jax.jit(...).lower``; changes nothing.
-
-    The arguments are those of a step; the batch may be abstract.
-    """
+    """Lowers the step, like ``jax.jit(...).lower``; changes nothing. The batch may be abstract."""
     rngs, settings, _ = self._prepare(model, optimizer, batch, rng)
     with nnx.update_context(_STEP_CONTEXT):
       with nnx.split_context(_STEP_CONTEXT) as context:
@@ -269,7 +263,7 @@ def _split_rng(rng: Any) -> tuple[_Rngs, jax.Array | None]:
 
 
 def _with_keywords_of(core: Callable[..., Any], *without: str) -> Callable[[_Function], _Function]:
-  """Returns a decorator that lists `core`'s keywords in a signature instead of ``**options``.
+  """Returns a decorator that replaces ``**options`` in a signature by the keywords of `core`.
 
   The signature lacks the keywords in `without`, and ``*args``, which the function always refuses.
   """
