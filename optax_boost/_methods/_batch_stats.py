@@ -140,7 +140,7 @@ def _finite_leaves(batch: _types.Tree) -> dict[str, jax.Array]:
 
 
 def _refuse_bad_batch(finite: Sequence[dict[str, jax.Array]]) -> None:
-  """Raises ValueError for the first batch that is not finite. If all are, the params may be bad."""
+  """Raises ValueError if a batch is not finite; returns None if the params may be the cause."""
   for index, leaves in enumerate(finite):
     for path, is_finite in leaves.items():
       if not is_finite:

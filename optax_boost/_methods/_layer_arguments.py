@@ -59,7 +59,7 @@ class Leaves:
     return choose_layers(self._layers, layers)
 
   def mesh_axes(self, leaves: Sequence[_layer_axes.Leaf]) -> list[_types.AxisName | None]:
-    """Returns each leaf's mesh axes in `axis_name`; raises ValueError if one of them is unbound."""
+    """Returns each leaf's mesh axes, from `axis_name`; raises ValueError if one is not bound."""
     names = self._axis_name
     if isinstance(names, Mapping):
       first = _patterns.first_match("axis_name", list(names), [leaf.path for leaf in leaves])

@@ -251,7 +251,7 @@ def _refresh_if_due(
 
 
 def _gradients_at(params: optax.Params, function: _types.Closure, name: str) -> optax.Updates:
-  """Returns the gradients ``function(params)``, checked, with the masks of ``optax.masked``."""
+  """Returns ``function(params)``, masked like `params`, after a check of the gradients' shapes."""
   gradients = function(params)
   if any(map(_masks.is_masked, jax.tree.leaves(params, is_leaf=_masks.is_masked))):
     gradients = _masked_like(params, gradients, name)

@@ -121,7 +121,7 @@ def _put_in_memory(leaf: jax.Array, sharding: jax.sharding.Sharding) -> jax.Arra
 
 
 def placement(state: _train_state.TrainState) -> tuple[jax.sharding.NamedSharding | None, ...]:
-  """Returns each array's sharding, or None if a step can't change it; () if on a single device."""
+  """Returns each array's sharding, or None if a step can't change it. Returns () on one device."""
   first = _first_sharding(state)
   if not isinstance(first, jax.sharding.NamedSharding) or first.mesh.size == 1:
     return ()
