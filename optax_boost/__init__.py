@@ -107,7 +107,7 @@ __all__ = [
   "switch_after",
 ]
 
-# A type checker that saw `__getattr__` would accept any attribute of this module.
+# Hidden from type checkers: if they saw `__getattr__`, they would accept any attribute.
 if not TYPE_CHECKING:
 
   def __getattr__(name: str) -> Any:

@@ -1,5 +1,4 @@
-"""Methods, which rewrite updates or the model. No method imports another one.
+"""Methods, which rewrite gradients or the model. No method imports another method.
 
-``_layer_arguments`` checks the arguments `exclude`, `layers` and `axis_name`, which several methods
-share.
+``_layer_arguments`` checks the arguments `exclude`, `layers` and `axis_name` of several methods.
 """

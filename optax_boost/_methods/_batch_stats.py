@@ -19,10 +19,10 @@ from optax_boost._foundation import _checks, _full_gradient, _paths, _patterns, 
 _METHOD = "estimate_batch_stats"
 _PATTERNS = "a regular expression, a sequence of them, at least one, or None"
 
-# The mean and the variance of a BatchNorm, by the names in `STATISTICS`.
+# The arrays of a BatchNorm, by the names in `STATISTICS`.
 Statistics: TypeAlias = Mapping[str, jax.Array]
 STATISTICS = ("mean", "var")
-# The names of the arguments of `summarize_uses` in a BatchNorm's state.
+# The names under which a BatchNorm stores the arguments of `summarize_uses` during the pass.
 SUMS = ("batch_mean", "batch_var", "uses", "frozen_uses")
 
 
@@ -30,8 +30,7 @@ class Selection(NamedTuple):
   """The BatchNorms to estimate.
 
   Attributes:
-    paths: the paths of the BatchNorms.
-    named: whether the user named these BatchNorms by `only`. Then their statistics are estimated
+    named: whether the user named these BatchNorms by `only`. If so, their statistics are estimated
       even if the forward pass would not update them.
   """
 
@@ -57,17 +56,17 @@ def _matching(argument: str, value: _types.Unchecked, paths: Sequence[str]) -> s
 
 
 def add_use(mean: jax.Array, new: jax.Array, uses: jax.Array) -> jax.Array:
-  """Returns the mean of `uses` values, whose mean is `mean`, and the value `new`."""
+  """Adds the value `new` to `mean`, the mean of `uses` values; returns the mean of all."""
   return jnp.where(uses > 0, mean + (new - mean) / (uses + 1), new)
 
 
 def summarize_uses(
   mean: jax.Array, var: jax.Array, uses: jax.Array, frozen_uses: jax.Array
 ) -> Statistics:
-  """Returns the mean and variance of a BatchNorm in a batch, and two flags as numbers, 0 or 1.
+  """Returns the mean and variance of a BatchNorm in a batch, and two flags: `missed` and `frozen`.
 
-  `missed` is 1 if the forward pass did not use the BatchNorm in training mode, `frozen` if a use
-  normalized by the running statistics.
+  `missed` is 1 if no use of the BatchNorm normalized by the batch, `frozen` if a use normalized by
+  the running statistics. The flags are floats, since they are averaged over batches.
   """
   missed, frozen = (uses == 0).astype(mean.dtype), (frozen_uses > 0).astype(mean.dtype)
   return {"mean": mean, "var": var, "missed": missed, "frozen": frozen}
@@ -83,7 +82,7 @@ def estimate(
   """Returns the new statistics of the selected BatchNorms, by path.
 
   ``summarize_batch(chosen, batch)`` returns the result of :func:`summarize_uses` for each selected
-  BatchNorm. A BatchNorm that no batch used in training mode is missing in the result.
+  BatchNorm. The result lacks BatchNorms that in some batch did not normalize by the batch.
   """
   if not selection.paths:
     _warnings.warn(f"`{_METHOD}` found no BatchNorm to estimate.", _warnings.NoEffectWarning)
@@ -141,10 +140,7 @@ def _finite_leaves(batch: _types.Tree) -> dict[str, jax.Array]:
 
 
 def _refuse_bad_batch(finite: Sequence[dict[str, jax.Array]]) -> None:
-  """Raises ValueError for the first batch with an entry that is not finite, if there is one.
-
-  If all batches are finite, returns None: the params may be the cause of bad statistics.
-  """
+  """Raises ValueError if a batch is not finite; returns None if the params may be the cause."""
   for index, leaves in enumerate(finite):
     for path, is_finite in leaves.items():
       if not is_finite:

@@ -39,27 +39,27 @@ def centralize(
 
   for each output :math:`j`; :math:`i` runs over the :math:`n` weights that lead to output
   :math:`j`. Put `centralize` before the optimizer in a chain. After ``optax.add_decayed_weights``,
-  as in MindSpore, `centralize` also centralizes the decay. An entry that is not finite makes only
-  the gradients of its output not finite. Kernels with one weight per output are left alone, since
-  the mean is the gradient itself.
+  as in MindSpore, `centralize` also centralizes the decay. An entry that is not finite affects only
+  the gradients of its output. Kernels with one weight per output are left alone, since the mean is
+  the gradient itself.
 
-  :func:`make_train_step` reads the fan-in of every leaf from its trace of the loss. In your own
-  loop, pass `layers`. Without `layers`, the leaves' names and `layout` decide, and kernels of
-  einsums, stacked layers and experts are centralized over the wrong axes.
+  :func:`make_train_step` reads the fan-in of every leaf from a trace of the loss. In your own loop,
+  pass `layers`. Otherwise the leaves' names and `layout` decide, and kernels of einsums, stacked
+  layers and experts are centralized over the wrong axes.
 
   Args:
     exclude: the leaves to leave alone: regular expressions that match whole segments of a leaf's
       path (``"conv"`` matches ``"block_1/conv/kernel"``), a tree of bools, a callable from params
       to such a tree, or None. ``"auto"`` excludes biases, normalizations, embeddings, depthwise
-      convolutions and a normalized head. If names decide, it also excludes kernels of one
-      input channel and leaves with at most one axis.
+      convolutions and a :class:`optax_boost.nnx.NormalizedDense`. Without `layers`, it also
+      excludes kernels of one input channel and leaves with at most one axis.
     layout: the output axis of kernels that `layers` does not describe: ``"flax"``, the last axis
       (Dense ``(in, out)``, Conv ``HWIO``); ``"torch"``, the first axis (``(out, in, ...)``).
     layers: which axes of each leaf are layers, fan-in and outputs, as :func:`layer_axes` returns
       it. None: the extra argument `layers` of ``update``, which the train step passes.
     axis_name: inside ``shard_map``, the mesh axes over which a fan-in axis of the params is
-      sharded into equal parts; means are taken across these mesh axes. If other axes of some
-      leaves are sharded than their fan-in, map regular expressions to mesh axes, as in
+      sharded into equal parts; means are taken across these mesh axes. If only some leaves are
+      sharded along their fan-in, pass a dict from regular expressions to mesh axes, as
       ``{"down": "model"}``; the first expression that matches a leaf's path counts. Not needed
       under ``jit``.
 
@@ -80,8 +80,8 @@ def centralize(
     <https://arxiv.org/abs/2004.01461>`_, 2020.
 
   .. note::
-    ``optax.centralize`` averages over all axes but the first, which is the fan-in of a torch
-    kernel, not of a Flax one.
+    ``optax.centralize`` averages over all axes but the first. This is the fan-in of kernels in
+    torch, not in Flax.
   """
   _checks.check_name("layout", layout, ("flax", "torch"))
   kernels = _layer_arguments.Leaves(
@@ -95,7 +95,7 @@ def centralize(
     g: jax.Array, kernel: _layer_axes.Leaf, mesh_axes: _types.AxisName | None
   ) -> jax.Array:
     i = fan_in(kernel)
-    # With one weight per output the mean is the gradient itself, and the update would be zero.
+    # With one weight per output, the mean is the gradient itself, so the update would be zero.
     if not i or (mesh_axes is None and math.prod(g.shape[axis] for axis in i) == 1):
       return g
     wide = _arrays.widen(g)
@@ -116,9 +116,8 @@ def centralize(
       )
 
   warn_once_if_idle = _trees.once_per_tree(warn_if_idle)
-  # `init` finds kernels by names and shapes only. If it finds none, it adds the paths of the tree's
-  # leaves here and does not warn. A trace of the loss may show kernels, so the first update decides
-  # whether to warn.
+  # `init` finds kernels by names and shapes only. If it finds none, a trace of the loss may still
+  # show kernels. So `init` adds the leaves' paths here, and the first update decides about warning.
   undecided: set[tuple[str, ...]] = set()
 
   def init(params: optax.Params) -> optax.EmptyState:
@@ -138,7 +137,6 @@ def centralize(
     layers: _types.Unchecked = None,
   ) -> tuple[optax.Updates, optax.EmptyState]:
     layers = _layer_arguments.check_layers(layers)
-    # `layers` from the train step may describe kernels that `init` did not find, so warn only now.
     if undecided and tuple(_paths.leaf_paths(updates)) in undecided:
       warn_once_if_idle(updates, layers)
     return kernels.map(centred, updates, layers), state
@@ -148,7 +146,7 @@ def centralize(
 
 def _left_alone(leaves: list[_layer_axes.Leaf], layout: str) -> list[bool]:
   """Returns for each leaf whether ``exclude="auto"`` excludes it."""
-  # A normalized head divides its kernel by the kernel's norm. Its module has a leaf `multiplier`.
+  # A module with a leaf `multiplier` is a NormalizedDense, which divides its kernel by its norm.
   modules = [leaf.path.rpartition("/") for leaf in leaves]
   heads = {module for module, _, name in modules if name == "multiplier"}
   input_axis = 1 if layout == "torch" else -2

@@ -7,8 +7,7 @@ For each layer, with weights w, gradient g and Euclidean norms over the whole la
   m    <- momentum m - lr d
   w    <- w + m
 
-Source: You, Gitman, Ginsburg, "Large Batch Training of Convolutional Networks",
-arXiv:1708.03888, in the form of MXNet 2's ``optimizer.LARS``.
+Source: arXiv:1708.03888, in the form of MXNet 2's ``optimizer.LARS``.
 """
 
 from collections.abc import Callable, Sequence
@@ -52,8 +51,8 @@ def _trust_ratio(
   finite = jnp.isfinite(w + g)
   usable = finite & (jnp.minimum(w, g) > 0)
   numerator = jnp.where(usable, eta * w, jnp.where(finite, 1.0, jnp.nan))
-  # XLA 3: the division comes last, since XLA doesn't repeat a division in the loop of each leaf. It
-  # would repeat a cheaper last operation, with all that it depends on.
+  # XLA 3: the division comes last. If the last operation were cheaper, XLA would compute the ratio
+  # again for each entry in the loop over a leaf.
   ratio = numerator / jnp.where(usable, g + wd * w + eps, 1.0)
   if rate is None:
     return ratio
@@ -72,7 +71,7 @@ def _direction(
 ) -> jax.Array:
   """Returns the direction ratio (clip(g) + wd w), in at least float32, or 0 if the ratio is NaN.
 
-  If `ratio` is None, it counts as 1, and entries that are not finite become 0.
+  If `ratio` is None, returns clip(g) + wd w, with 0 where `g` or `w` is not finite.
   """
   d = _arrays.widen(g)
   if clip is not None:
@@ -90,8 +89,8 @@ class ScaleByLarsTrustRatioState(NamedTuple):
   Attributes:
     trust_ratio: float32 vector (float64 for float64 leaves), the last step's ratio of each leaf, in
       the order of the params' leaves; for a leaf that stacks layers, the mean of their ratios.
-    notfinite_count: scalar int32, the steps in which a layer was not updated because the norm of
-      its gradient or of its weights was not finite. Leaves that keep ratio 1 are not counted.
+    notfinite_count: scalar int32, the number of steps in which a layer was not updated because the
+      norm of its gradient or weights was not finite. Leaves that keep ratio 1 are not counted.
     count: scalar int32, the number of steps made, if `clip_ratio` is a schedule; otherwise None.
   """
 
@@ -121,25 +120,25 @@ def scale_by_lars_trust_ratio(
 
   If the norm of a layer's gradient or weights is not finite, the layer's update is zero and
   `notfinite_count` grows, so one bad batch doesn't pollute the momentum. In a leaf that keeps ratio
-  1, only the entries that are not finite are not updated.
+  1 (see `exclude`), the update is zero only for entries that are not finite.
 
   Args:
-    trust_coefficient: :math:`\eta`; the size of a step relative to the weights. Raising it lets
-      every layer move faster. The default is the paper's, MXNet's and optax's.
+    trust_coefficient: :math:`\eta`, the size of a step relative to the weights. Raising it makes
+      every layer's steps longer. The default is the paper's, MXNet's and optax's.
     weight_decay: :math:`\lambda`; raising it shrinks weights faster and lowers the ratio.
     eps: :math:`\epsilon`; keeps the ratio bounded for tiny gradients.
     clip: bound on each gradient entry, applied before the decay is added. As in MXNet, the ratio
-      has the norm of the gradient before clipping. None: no clipping.
+      is computed from the gradient before clipping. None: no clipping.
     clip_ratio: the learning rate :math:`\alpha` that follows in the chain, a number or a schedule:
-      the ratio :math:`r` becomes :math:`\min(r / \alpha, 1)`. None: the ratio is not clipped.
+      the ratio :math:`r` becomes :math:`\min(r / \alpha, 1)`. None: no change of the ratio.
     exclude: the leaves that keep ratio 1, selected as in :func:`centralize`. ``"auto"``: leaves
       named bias, scale, beta or gamma, and layers with at most one axis.
     weight_decay_mask: the leaves that are decayed, selected in the same ways as in `exclude`. None:
       all leaves, as in MXNet.
     layers: as in :func:`centralize`; each layer and expert gets its own ratio. Without `layers`, a
       leaf that stacks several layers has one ratio.
-    axis_name: as in :func:`centralize`: the mesh axes over which norms are summed. If a mesh axis
-      shards the stacked layers of a leaf, leave the axis out for this leaf.
+    axis_name: as in :func:`centralize`, the mesh axes over which squared norms are summed. If a
+      mesh axis shards the stacked layers of a leaf, leave the axis out for this leaf.
 
   Returns:
     An :class:`optax.GradientTransformationExtraArgs` that needs `params`. Updates have the
@@ -179,28 +178,28 @@ def lars(
   layers: _layer_axes.LayerAxes | None = None,
   axis_name: _types.AxisNames | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-  r"""LARS: momentum SGD whose every layer steps in proportion to its own weights.
+  r"""LARS: momentum SGD in which a layer's step is proportional to the norm of its weights.
 
   .. math::
     m \leftarrow \mu m - \alpha d, \qquad w \leftarrow w + m
 
   for the direction :math:`d` of :func:`scale_by_lars_trust_ratio`. Use LARS for batches of
-  thousands of examples, if one learning rate for all layers diverges before it is high enough. On
-  small batches, plain momentum SGD is as good.
+  thousands of examples, if training with one learning rate for all layers diverges before the rate
+  is high enough. On small batches, plain momentum SGD is as good.
 
   Args:
-    learning_rate: :math:`\alpha`, a number or a schedule. It scales what enters the momentum,
-      so a change of the rate does not rescale past steps.
+    learning_rate: :math:`\alpha`, a number or a schedule. It scales the direction before it enters
+      the momentum, so a change of the rate does not rescale past steps.
     weight_decay: :math:`\lambda`; raising it shrinks weights faster and lowers the ratio.
-    momentum: :math:`\mu`; raising it averages over more steps. None: no momentum, no buffer.
+    momentum: :math:`\mu`; raising it averages over more steps. None: no momentum.
     trust_coefficient: :math:`\eta`. Kernels move at `learning_rate` times `trust_coefficient`,
       biases and normalizations at `learning_rate`.
     eps: as in :func:`scale_by_lars_trust_ratio`.
-    nesterov: whether the momentum looks one step ahead.
+    nesterov: whether to use Nesterov momentum.
     clip: as in :func:`scale_by_lars_trust_ratio`, a bound on each gradient entry.
-    clip_ratio: whether the ratio :math:`r` becomes :math:`\min(r / \alpha, 1)`, so that LARS only
-      slows layers down. This is apex's LARC, whose trust coefficient is 0.02, and MindSpore's
-      `use_clip`.
+    clip_ratio: whether the ratio :math:`r` becomes :math:`\min(r / \alpha, 1)`, so that no layer
+      steps farther than with momentum SGD. This is apex's LARC, whose trust coefficient is 0.02,
+      and MindSpore's `use_clip`.
     exclude: as in :func:`scale_by_lars_trust_ratio`, the leaves that keep ratio 1.
     weight_decay_mask: as in :func:`scale_by_lars_trust_ratio`, the leaves that are decayed.
     layers: as in :func:`centralize`; each layer and expert gets its own ratio.
@@ -208,7 +207,7 @@ def lars(
 
   Returns:
     An :class:`optax.GradientTransformationExtraArgs` that needs `params`. Updates and momentum
-    have the params' dtype; they are computed in at least float32, and rounded once.
+    have the params' dtype; each is computed in at least float32, and rounded once.
 
   Examples:
     >>> import jax, jax.numpy as jnp, optax, optax_boost
@@ -228,9 +227,10 @@ def lars(
     <https://arxiv.org/abs/1708.03888>`_, 2017.
 
   .. note::
-    ``optax.lars`` also scales biases and normalizations by their ratios unless they are masked; to
-    reuse a learning rate tuned with it, pass ``exclude=None``. It divides by
-    :math:`|g + \lambda w|` instead of :math:`|g| + \lambda |w|`, and overflows in float16.
+    ``optax.lars`` also scales biases and normalizations by their ratios unless they are masked. To
+    reuse a learning rate that was tuned with ``optax.lars``, pass ``exclude=None``. ``optax.lars``
+    divides by :math:`|g + \lambda w|` instead of :math:`|g| + \lambda |w|`, and overflows in
+    float16.
   """
   _checks.check_learning_rate(learning_rate)
   _checks.check_bool("nesterov", nesterov)
@@ -264,12 +264,11 @@ def lars(
 
 
 def _cast(tree: _types.SameTree, like: _types.Tree) -> _types.SameTree:
-  """Casts the leaves of a tree to the dtypes of the leaves of `like`."""
   return _trees.map_leaves(lambda x, y: x.astype(y.dtype), tree, like)
 
 
 def _bias_or_norm(leaves: list[_layer_axes.Leaf]) -> list[bool]:
-  """Returns True for each leaf named as a bias or normalization, or with at most one axis."""
+  """Returns True for leaves named as bias or normalization, and for layers of at most one axis."""
   return [_leaf_names.is_bias_or_norm(x.path) or len(x.shape_of_layer) <= 1 for x in leaves]
 
 
@@ -366,13 +365,13 @@ def _ratios(
   ratio_of: Callable[..., jax.Array],
   mesh_axes: Sequence[_types.AxisName | None],
 ) -> list[jax.Array | None]:
-  """Returns the trust ratios of each leaf, one per layer; None for a leaf without an input.
+  """Returns for each leaf an array of trust ratios, one per layer; None for a leaf without input.
 
-  Squared norms are summed over the leaf's mesh axes. ``ratio_of(w2, g2, decays)`` returns ratios.
+  Squared norms are summed over the leaf's mesh axes; ``ratio_of(w2, g2, decays)`` makes ratios.
   """
   ratios: list[jax.Array | None] = [None] * len(inputs)
-  # `dict.fromkeys` keeps the order of the leaves; a set could have another order in each process,
-  # which would then compile another program.
+  # `dict.fromkeys` keeps the order of the leaves. A set could have another order in each process,
+  # and the processes would compile different programs.
   for axes in dict.fromkeys(mesh_axes):
     members = {i: x for i, x in enumerate(inputs) if x is not None and mesh_axes[i] == axes}
     if members:
@@ -416,8 +415,8 @@ def _ratios_along(
     ratios = dict(zip(places, split, strict=True))
     return [ratios[i].reshape(leaf.stacked_shape) for i, leaf in enumerate(leaves)]
 
-  # XLA 4: on CPUs, leaves of equal shapes share a compiled loop only if no loop reads its ratio
-  # from a vector of all ratios, so ratios are computed one by one.
+  # XLA 4: on CPUs, leaves of equal shapes share a compiled loop, but not if each reads its ratio
+  # from a vector of all ratios. So ratios are computed one by one.
   # XLA 7: on GPUs, a kernel for each leaf takes longer than copying small leaves into one array.
   return jax.lax.platform_dependent(weights, grads, cuda=at_once, rocm=at_once, default=one_by_one)
 

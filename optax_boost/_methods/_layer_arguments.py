@@ -1,9 +1,4 @@
-"""The arguments `exclude`, `layers` and `axis_name` of methods that treat each layer by itself.
-
-The train step makes the extra argument `layers` of ``update`` from a trace of the loss, in
-``_train_step/_step_computation.py``. A method receives `layers` if its step has a keyword argument
-of this name.
-"""
+"""The arguments `exclude`, `layers` and `axis_name` of methods that treat each layer by itself."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
@@ -29,8 +24,8 @@ Plan: TypeAlias = list[tuple[_layer_axes.Leaf, bool]]
 class Leaves:
   """Checks `exclude`, `layers` and `axis_name` of a method's factory, and applies them to trees.
 
-  `auto` is the method's rule for ``exclude="auto"``: for a list of leaves, ``auto(leaves)`` returns
-  a list of bools, True for each leaf that the method skips.
+  ``auto(leaves)`` is the method's rule for ``exclude="auto"``: it returns a list of bools, True for
+  each leaf that the method skips.
   """
 
   def __init__(
@@ -56,7 +51,7 @@ class Leaves:
     self._plan = _trees.once_per_tree(plan)
 
   def plan(self, tree: _types.Tree, layers: _types.Unchecked = None) -> Plan:
-    """Returns the `Plan` of a tree; `layers` is the extra argument of ``update``."""
+    """Returns each leaf, and whether it is skipped; `layers` is ``update``'s extra argument."""
     return self._plan(tree, self.layer_axes(layers))
 
   def layer_axes(self, layers: _types.Unchecked) -> _layer_axes.LayerAxes | None:
@@ -64,10 +59,7 @@ class Leaves:
     return choose_layers(self._layers, layers)
 
   def mesh_axes(self, leaves: Sequence[_layer_axes.Leaf]) -> list[_types.AxisName | None]:
-    """Returns for each leaf the mesh axes over which `axis_name` says that the leaf is sharded.
-
-    Raises ValueError if a mesh axis is not bound.
-    """
+    """Returns each leaf's mesh axes, from `axis_name`; raises ValueError if one is not bound."""
     names = self._axis_name
     if isinstance(names, Mapping):
       first = _patterns.first_match("axis_name", list(names), [leaf.path for leaf in leaves])
@@ -85,7 +77,7 @@ class Leaves:
     tree: _types.SameTree,
     layers: _types.Unchecked,
   ) -> _types.SameTree:
-    """Returns a tree with ``function(array, leaf, mesh_axes)`` for each leaf not excluded."""
+    """Replaces each leaf that is not excluded by ``function(array, leaf, mesh_axes)``."""
     plan = self.plan(tree, layers)
     mesh_axes = self.mesh_axes([leaf for leaf, _ in plan])
 
@@ -99,7 +91,6 @@ class Leaves:
 
 
 def _check_axis_names(names: _types.AxisNames | None) -> None:
-  """Raises an error unless `axis_name` is None, mesh axes, or a mapping of patterns to axes."""
   if not isinstance(names, Mapping):
     _mesh_axes.check_axis_name("axis_name", names)
     return
@@ -112,7 +103,7 @@ def _check_axis_names(names: _types.AxisNames | None) -> None:
 def warn_of_unknown_axes(
   method: str, leaves: Sequence[_layer_axes.Leaf], described: _layer_axes.LayerAxes | None
 ) -> None:
-  """Warns of each leaf with several axes whose fan-in `described`, from a trace, does not know."""
+  """Warns of leaves with several axes whose roles the trace `described` does not tell."""
   if described is None:
     return
   many_axes = {leaf.path for leaf in leaves if len(leaf.shape) > 1}
@@ -134,7 +125,8 @@ def choose_layers(
 def check_layers(layers: _types.Unchecked) -> _layer_axes.LayerAxes | None:
   """Returns `layers` as LayerAxes or None; raises TypeError if `layers` has another type.
 
-  The train step passes DeferredLayerAxes, so the loss is traced only if a method needs the axes.
+  The train step passes DeferredLayerAxes to each method whose step has an argument `layers`. So the
+  loss is traced only if a method needs the axes.
   """
   if isinstance(layers, _layer_axes.DeferredLayerAxes):
     return layers.describe()

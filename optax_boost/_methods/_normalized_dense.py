@@ -1,4 +1,4 @@
-r"""The normalized head: a dense layer whose inputs and kernel columns are scaled to length one.
+r"""``NormalizedDense``: a dense layer whose inputs and kernel columns are scaled to length one.
 
   x        (..., n)  inputs
   W        (n, m)    kernel, one column per output
@@ -8,11 +8,8 @@ r"""The normalized head: a dense layer whose inputs and kernel columns are scale
 
   y = s (N(x) N(W) + b)
 
-Without b, y_j = s cos(x, W_j) if the norms of x and of the column W_j exceed sqrt(eps).
-
-Source: MindSpore Boost's ``CommonHeadLastFN``. MindSpore clamps small norms differently in the
-backward pass and in the forward pass; in this module, the gradient is the derivative of the forward
-pass.
+Source: MindSpore Boost's ``CommonHeadLastFN``. MindSpore's backward pass clamps small norms in
+another way than its forward pass; here, the gradient is the derivative of the forward pass.
 """
 
 import jax
@@ -25,7 +22,6 @@ EPS = 1e-4
 
 
 def check_settings(multiplier_init: _types.Unchecked, eps: _types.Unchecked) -> None:
-  """Raises an error if `multiplier_init` is not callable or `eps` is not a positive number."""
   _checks.check_callable("multiplier_init", multiplier_init, "multiplier_init(key, shape, dtype)")
   _checks.check_number("eps", eps, positive=True)
 

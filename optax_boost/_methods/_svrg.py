@@ -10,10 +10,7 @@ For params w, a snapshot s of earlier params, and a batch B:
   a    coefficient, scalar: 1 is SVRG, 0 leaves g unchanged
   v    corrected gradient; its mean over batches is the same as that of g
 
-While s is near w, h varies with the batch as g does, so g - h varies less than g. The state
-measures how much less by
-
-  variance_ratio = sum |v - mu|^2 / sum |g - mu|^2      over the steps since the last refresh
+While s is near w, h varies with the batch as g does, so g - h varies less than g.
 """
 
 from collections.abc import Callable
@@ -50,10 +47,10 @@ class SvrgState(NamedTuple):
     refresh_count: scalar int32, the number of refreshes; while it is 0, gradients pass unchanged.
     squared_deviations: float vector of two: the sums of ``|v - mu|^2`` and of ``|g - mu|^2`` over
       the steps since the last refresh.
-    variance_ratio: scalar float, the first sum of `squared_deviations` divided by the second. It
-      estimates the variance of the corrected gradient, divided by the variance of the plain
-      gradient. At 0 the correction is perfect, above 1 it does harm.
-    notfinite_count: scalar int32, the number of refreshes that were not made plus the number of
+    variance_ratio: scalar float, the first sum of `squared_deviations` divided by the second, an
+      estimate of the variance of the corrected gradient divided by that of the plain gradient. At 0
+      the correction is perfect, above 1 it does harm.
+    notfinite_count: scalar int32, the number of refreshes that were not made, plus the number of
       steps that left entries uncorrected, because numbers were not finite.
   """
 
@@ -111,10 +108,7 @@ def _correct(
 
 @jax.jit
 def _renew(state: SvrgState, params: optax.Params, full_gradient: optax.Updates) -> SvrgState:
-  """Returns the state after a refresh at `params`.
-
-  If a number of `params` or `full_gradient` is not finite, only `notfinite_count` changes.
-  """
+  """Returns the refreshed state; if an entry is not finite, only `notfinite_count` changes."""
   good = _finiteness.all_finite((params, full_gradient))
 
   def new_if_good(new: jax.Array, old: jax.Array) -> jax.Array:
@@ -140,33 +134,34 @@ def svrg(
 
   for the batch :math:`B`, the params :math:`w` and their snapshot :math:`s`. Put `svrg` first in a
   chain, outside of ``optax.masked`` and ``optax.partition``, since it needs the plain gradient. On
-  convex problems with a constant learning rate, the error of SVRG shrinks geometrically while that
-  of SGD stalls. Deep networks gain little: compare with SGD given the same computing time.
+  convex problems with a constant learning rate, the error of SVRG shrinks geometrically, while the
+  error of SGD stalls. Deep networks gain little: compare with SGD for the same computing time.
 
   Each step costs a second gradient. The snapshot is renewed in one of two ways:
 
   - On the host: ``svrg(refresh_every=None)`` with ``step.refresh(state, batches)`` of a train step,
-    or with :func:`full_gradient` and :func:`refresh_svrg`. Use it for streamed data, and for
+    or with :func:`full_gradient` and :func:`refresh_svrg`. Choose this for streamed data, and for
     convolutional networks on CPUs, where XLA is slow on convolutions inside control flow.
   - Inside the step: ``svrg(refresh_every=n)`` calls the extra argument
-    ``full_grad_fn(params) -> grads`` on steps 0, n, 2n, ... under ``lax.cond``. Use it for data on
-    the device, with :func:`full_gradient` and its argument `stacked`.
+    ``full_grad_fn(params) -> grads`` on steps 0, n, 2n, ... under ``lax.cond``. Choose this for
+    data on the device, with :func:`full_gradient` and its argument `stacked`.
 
   Until the first refresh, gradients pass unchanged. If an entry of the gradient at the snapshot is
-  not finite, this entry passes uncorrected. A refresh with a number that is not finite is not made.
-  `notfinite_count` counts such steps and refreshes. A batch gradient that is not finite passes, and
-  `squared_deviations` does not change.
+  not finite, this entry passes uncorrected. If the params or the full gradient are not finite, the
+  refresh is not made. `notfinite_count` counts these steps and refreshes. A batch gradient that is
+  not finite passes unchanged, and `squared_deviations` does not change.
 
   Args:
-    refresh_every: steps from one refresh inside ``update`` to the next, about one to five epochs.
-      Raising it saves full passes, but the snapshot grows stale. None: refresh on the host only.
+    refresh_every: the number of steps from one refresh inside ``update`` to the next, about one to
+      five epochs. Raising it saves passes over the data, but the params move farther from the
+      snapshot. None: refresh on the host only.
     coefficient: :math:`\alpha`, a number >= 0 or a schedule of the step count. Raising it trusts
       the snapshot more; 1 is SVRG. alpha-SVRG, for deep networks, lets it fall over the whole
       training: ``optax.linear_schedule(0.75, 0.0, steps)``.
 
   Returns:
     An :class:`optax.GradientTransformationExtraArgs` that needs `params` and the extra argument
-    ``grad_fn(params) -> grads``, as ``make_train_step`` supplies: the gradient on the batch of the
+    ``grad_fn(params) -> grads``, which ``make_train_step`` passes: the gradient on the batch of the
     updates, with the same dropout masks and statistics. Neither `grad_fn` nor `full_grad_fn` may
     update statistics. Updates have the gradients' dtype.
 
@@ -195,9 +190,9 @@ def svrg(
     <https://arxiv.org/abs/2311.05589>`_, 2025.
 
   .. note::
-    Inside ``optax.masked`` and ``optax.partition`` the correction is biased, since the snapshot has
-    a part of the params only, and your own `grad_fn` and `full_grad_fn` must fill in the hidden
-    leaves. Inside ``optax.MultiSteps`` only the last batch is corrected.
+    Inside ``optax.masked`` and ``optax.partition``, the correction is biased, since the snapshot
+    has only some of the params. Your own `grad_fn` and `full_grad_fn` must fill in the hidden
+    leaves. Inside ``optax.MultiSteps``, only the last batch is corrected.
   """
   if refresh_every is not None:
     _checks.check_whole_number("refresh_every", refresh_every)
@@ -256,10 +251,7 @@ def _refresh_if_due(
 
 
 def _gradients_at(params: optax.Params, function: _types.Closure, name: str) -> optax.Updates:
-  """Returns ``function(params)``, gradients whose shapes are checked against `params`.
-
-  If leaves of `params` are masked, the same leaves of the gradients are masked.
-  """
+  """Returns ``function(params)``, masked like `params`, after a check of the gradients' shapes."""
   gradients = function(params)
   if any(map(_masks.is_masked, jax.tree.leaves(params, is_leaf=_masks.is_masked))):
     gradients = _masked_like(params, gradients, name)
@@ -280,7 +272,6 @@ def _masked_like(masked: _types.Tree, tree: _types.Tree, name: str) -> _types.Tr
 
 
 def _check_state(state: SvrgState, params: optax.Params, method: str) -> None:
-  """Raises ValueError if the state was made for params of other shapes."""
   if not _tree_checks.same_shapes(params, state.snapshot):
     got = _checks.shorten(jax.tree.map(jnp.shape, params))
     shapes = _checks.shorten(jax.tree.map(jnp.shape, state.snapshot))
@@ -296,9 +287,9 @@ def refresh_svrg(
   """Replaces the snapshot and the full gradient in an optimizer state, on the host or under jit.
 
   Args:
-    opt_state: the state of any chain with :func:`svrg`. If the chain has several, all of their
-      snapshots are replaced.
-    params: the params at which the full gradient was taken; they are copied.
+    opt_state: the state of a chain with :func:`svrg`. If the chain has several :func:`svrg`, all
+      their snapshots are replaced.
+    params: the params at which the full gradient was computed; they are copied.
     full_gradient: the result of :func:`full_gradient`. If `full_gradient` or `params` is not
       finite, the snapshot does not change, and `notfinite_count` grows.
 

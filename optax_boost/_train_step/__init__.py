@@ -1,22 +1,22 @@
-"""A train step that passes the extra arguments that every method needs to ``update``.
+"""The train step, which computes all extra arguments that any method takes in ``tx.update``.
 
-The train step reads what a state declares (:mod:`optax_boost._form._protocol`), and knows no method
-by name. The modules, each of which imports those before it:
+It knows no method by name: the class of a method's state declares what the method needs from a step
+(:mod:`optax_boost._form._protocol`). The modules, each of which imports only modules above it:
 
-  _loss_output             brings what a loss may return into one form
-  _traced_loss             the loss as a traced program
-  _state_requests          what the optimizer state requests of the loss: a scale, frozen layers
-  _objective               the loss and its gradient as functions of the params; complex gradients
-  _train_state             the state that training carries
-  _state_placement         the devices of the arrays in a train state
-  _metrics                 metrics in the form that loggers take
-  _frozen_statistics       keeps the statistics of frozen layers as they are
-  _written_params          params that a forward pass writes
-  _rejected_batch          keeps the statistics as they were if a wrapper leaves a batch out
-  _step_computation        the computation of a step, with its extra arguments
-  _frozen_depth            reads the number of groups that the next step freezes
+  _loss_output             brings the outputs of a loss into one form
+  _traced_loss             the loss as a jaxpr, which is traced only if it is needed
+  _state_requests          the loss scale and the frozen layers that the optimizer state asks for
+  _objective               the loss and its gradient as functions of the params
+  _train_state             ``TrainState``, the state that a step takes and returns
+  _state_placement         places the arrays of a train state on devices
+  _metrics                 ``flatten_metrics``: metrics as numbers by name
+  _frozen_statistics       keeps the BatchNorm statistics of frozen layers unchanged
+  _written_params          finds the params that a forward pass has changed
+  _rejected_batch          restores statistics if a wrapper leaves a batch out
+  _step_computation        computes a step and its extra arguments; this function is jitted
+  _frozen_depth            reads how many groups of layers the next step freezes
   _background_compilation  compiles programs in a thread
-  _step                    the jitted step: its options, its calls, its state
+  _step                    ``make_train_step``, and the jitted step that it returns
 """
 
 from optax_boost._train_step._background_compilation import compile_programs as compile_programs

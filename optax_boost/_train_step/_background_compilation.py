@@ -1,4 +1,4 @@
-"""Compiles programs in a thread, while training continues."""
+"""Compiles programs in a thread."""
 
 from collections.abc import Sequence
 import concurrent.futures
@@ -7,11 +7,10 @@ import jax
 
 
 def compile_programs(programs: Sequence[jax.stages.Lowered]) -> concurrent.futures.Future[None]:
-  """Starts a thread that compiles `programs`; returns a future that is done after the last.
+  """Compiles `programs` in a new thread; returns a future that is done when all are compiled.
 
-  XLA releases Python's interpreter lock while it compiles. A later call of the function under
-  ``jax.jit`` finds the compiled program. The caller traces the programs, since a trace depends on
-  contexts of the caller's thread, such as ``jax.set_mesh``.
+  Training continues, since XLA compiles without Python's interpreter lock. The caller lowers the
+  jitted functions, since a trace depends on contexts of its thread, such as ``jax.set_mesh``.
   """
 
   def compile_all() -> None:

@@ -1,4 +1,4 @@
-"""Reads how many groups of layers the next step freezes; the step is compiled for each number."""
+"""Reads how many groups of layers the next step freezes. The step is compiled for each number."""
 
 import operator
 from typing import NamedTuple
@@ -9,18 +9,18 @@ import optax
 from optax_boost._form import _protocol
 from optax_boost._foundation import _trees, _types
 
-# A reader remembers the depths of this number of states, and forgets the oldest states.
+# How many states a `DepthReader` remembers; it forgets the oldest states first.
 _MOST_REMEMBERED = 64
 
 
 class _Remembered(NamedTuple):
-  """What a reader remembers of a state that a step returned.
+  """What a :class:`DepthReader` remembers about an optimizer state that a step returned.
 
   Attributes:
-    arrays: the arrays of the state that requests the frozen groups, without its inner states. If a
-      user replaces one of these arrays, the reader reads the new state from the device.
+    arrays: the fields of the freezing method's state that are not inner states. If a user has
+      replaced one of these arrays, the reader reads the number of groups from the device again.
     depth: the number of groups that the step has frozen.
-    steps: for how many of the next steps `depth` is known to stay.
+    steps: for how many of the next steps `depth` can't change.
   """
 
   arrays: list[jax.Array]
@@ -31,16 +31,15 @@ class _Remembered(NamedTuple):
 class DepthReader:
   """Reads from optimizer states of one structure how many groups the next step freezes.
 
-  To read an array from the device, the host waits until the previous step has ended. The field
-  `frozen_for` of a state tells for how many steps the number does not change. So the reader
-  remembers the states that steps return, and reads nothing during these steps. A skipped step does
-  not advance the schedule, so the number stays for at least this number of calls.
+  To read an array, the host must wait until the previous step has ended. But the state's field
+  `frozen_for` says for how many steps the number can't change, and a skipped step only delays the
+  change. So the reader remembers the states that steps return, and reads nothing in these steps.
   """
 
   def __init__(self, opt_state: optax.OptState):
     requesting = _protocol.requesting_state(opt_state, _protocol.FROZEN_GROUPS)
     self._freezes = requesting is not None
-    # The key is the id of the first array in `arrays`.
+    # By the `id` of the first array in `_Remembered.arrays`.
     self._remembered: dict[int, _Remembered] = {}
     if self._freezes:
       self._path = _trees.child_indices(opt_state, requesting)
@@ -49,13 +48,13 @@ class DepthReader:
       self._fields = operator.attrgetter(*names)
 
   def read(self, opt_state: optax.OptState) -> tuple[int | None, int]:
-    """Returns how many groups the next step freezes, and for how many steps this number stays.
+    """Returns how many groups the next step freezes, and for how many steps the number stays.
 
-    The number is None if no state freezes groups, or if the number is traced.
+    Returns ``(None, 0)`` if no state freezes groups, or if its arrays are traced or abstract.
     """
     if not self._freezes:
       return None, 0
-    # `read` and `remember` run in every step, so this loop is repeated instead of called.
+    # This loop is also in `remember`: both run in every step, and a common function takes time.
     state = opt_state
     for index in self._path:
       state = _trees.flatten_node(state)[0][index]
@@ -71,7 +70,7 @@ class DepthReader:
     return depth, steps
 
   def remember(self, opt_state: optax.OptState, depth: int | None, steps: int) -> None:
-    """Remembers the state that a step returned; `depth` and `steps` are from :meth:`read`."""
+    """Remembers the state that a step returned; before it, `read` returned `depth` and `steps`."""
     if depth is None:
       return
     state = opt_state
@@ -84,5 +83,5 @@ class DepthReader:
 
 
 def read_scalars(scalars: _types.Tree) -> list[int]:
-  """Returns the values of scalars on the device, after waiting until they are computed."""
+  """Returns integer scalars as Python numbers; waits until the device has computed them."""
   return list(map(int, jax.device_get(jax.tree.leaves(scalars))))

@@ -1,4 +1,4 @@
-"""Keeps the statistics of frozen layers, such as those of BatchNorm, as they are."""
+"""Keeps the statistics of frozen layers unchanged, for example the running means of BatchNorms."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -10,7 +10,7 @@ import optax
 from optax_boost._foundation import _paths, _trees, _types, _warnings
 from optax_boost._trace import _layer_groups
 
-# Names of Linen's collections, with which the paths of all params or statistics of a model begin.
+# Linen's collections, whose names may come first in the paths of params and statistics.
 _COLLECTIONS = (["params"], ["batch_stats"])
 
 
@@ -22,14 +22,15 @@ def hold_statistics(
   depth: _types.IntScalar | np.integer,
   find_axes: Callable[[], Mapping[int, int]],
 ) -> _types.ModelState:
-  """Returns the statistics `after` a step, with the values from `before` in frozen layers.
+  """Returns the statistics `after` a step; those of frozen layers have their values in `before`.
 
-  The statistics of a layer have the path of the layer's params, apart from the name of a collection
-  in front. Integers (counts of batches or draws), and statistics of layers without params, are
-  those of `after`. `groups` are the groups of the params' leaves; the first `depth` groups are
-  frozen. `find_axes` returns, by the index of a leaf of `before` that stacks layers, the axis.
+  Statistics belong to a layer if their path is the path of its params, apart from the name of a
+  Linen collection in front. Integers (counts of batches or draws) and statistics of layers without
+  params are those of `after`. `groups` are the groups of the leaves of `params`; the first `depth`
+  groups are frozen. ``find_axes()`` maps the index of a leaf of `before` that stacks several layers
+  to the axis of the layers.
   """
-  # Leaves are matched by path: a loss may return other containers, or additional statistics.
+  # Leaves are matched by path, since a loss may return other containers or more statistics.
   numbered = enumerate(zip(_paths.leaf_paths(before), jax.tree.leaves(before), strict=True))
   old_leaves = {path: (number, leaf) for number, (path, leaf) in numbered}
   if not old_leaves:
@@ -73,10 +74,10 @@ def _is_inexact(x: _types.Unchecked) -> bool:
 
 
 def _module_paths(tree: _types.Tree) -> list[str]:
-  """Returns the path of each leaf's module, without the name of a collection in front.
+  """Returns the path of each leaf's module, without the name of a Linen collection in front.
 
-  The path contains the length of each list, since a module in a list of params and a module in a
-  list of statistics are the same only if the lists have the same length.
+  After the index in a list, the path has the list's length (``2 of 4``): a list of params and a
+  list of statistics are taken for the same modules only if they have the same length.
   """
   lengths: dict[_types.KeyPath, int] = {}
   for path in _paths.leaf_keys(tree, lambda node: not jax.tree.leaves(node)):
@@ -92,6 +93,6 @@ def _module_paths(tree: _types.Tree) -> list[str]:
     return "/".join(texts).split("/") if texts else []
 
   modules = list(map(names, _paths.leaf_keys(tree)))
-  # If the first name of one path is a collection of Flax, the first names of all paths are.
+  # If one path begins with a Linen collection, all paths do.
   first = 1 if any(module[:1] in _COLLECTIONS for module in modules) else 0
   return ["/".join(module[first:]) for module in modules]

@@ -1,4 +1,4 @@
-"""Brings what a loss may return into one form, ``loss, (model_state, aux)``."""
+"""Brings the output of a loss into one form, ``loss, (model_state, aux)``."""
 
 from typing import Any
 
@@ -10,10 +10,7 @@ from optax_boost._foundation import _types
 def split_output(
   output: Any, has_aux: bool, has_model_state: bool
 ) -> tuple[_types.FloatScalar, tuple[_types.ModelState, Any]]:
-  """Returns a loss's output as ``loss, (model_state, aux)``; a missing state or aux is None.
-
-  Raises TypeError if the output does not have the form that `has_aux` and `has_model_state` say.
-  """
+  """Returns a loss's output as ``loss, (model_state, aux)``; a missing state or aux is None."""
   beside_loss = "(model_state, aux)" if has_aux else "model_state"
   if not has_model_state:
     beside_loss = "aux" if has_aux else ""

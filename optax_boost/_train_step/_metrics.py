@@ -1,4 +1,4 @@
-"""``flatten_metrics``: the metrics of a train step as numbers by name, which loggers take."""
+"""``flatten_metrics``: turns the metrics of a train step into named numbers for loggers."""
 
 import jax
 import numpy as np
@@ -12,16 +12,15 @@ def flatten_metrics(
 ) -> dict[str, float | int | bool]:
   """Returns the metrics of a train step as Python numbers by name, for TensorBoard and the like.
 
-  A name is the path in `metrics`: the first entry of a vector is called ``trust_ratio/0``, an entry
-  of the loss's aux ``aux/accuracy``. Arrays with two or more axes are left out. The function waits
-  for the step and copies all metrics to the host at once, so call it outside of ``jit``, and not at
-  every step.
+  A name is a path in `metrics`, such as ``aux/accuracy`` for an entry of the loss's aux, or
+  ``trust_ratio/0`` for the first entry of a vector. Arrays with two or more axes are left out. The
+  function waits for the step and copies all metrics to the host at once, so call it outside of
+  ``jit``, and not at every step.
 
   Args:
-    metrics: what a train step returned.
-    params: the params. If they are given, the entries of a vector with one entry for each leaf are
-      named by the leaves' paths, as in ``trust_ratio/dense/kernel``. Vectors in aux keep their
-      numbers.
+    metrics: the metrics that a train step returned.
+    params: the params. If given, the paths of their leaves name the entries of a vector with one
+      entry for each leaf, as in ``trust_ratio/dense/kernel``. Vectors in aux are always numbered.
 
   Returns:
     A flat dictionary of Python numbers.
@@ -47,8 +46,7 @@ def flatten_metrics(
     if value.ndim < 2:
       by_leaf = value.shape == (len(leaves),) and path in metrics and path != "aux"
       names = leaves if by_leaf else [str(i) for i in range(value.size)]
-      # The name of a scalar is its path. So is the name of a vector of one entry if the params are
-      # a single leaf, whose path is empty.
+      # If the params are a single leaf, its path is empty, so the slash is removed.
       names = [f"{path}/{name}".rstrip("/") for name in names] if value.ndim else [path]
       flat.update(zip(names, value.ravel().tolist(), strict=True))
   return flat

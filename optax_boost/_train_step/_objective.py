@@ -19,13 +19,13 @@ LossWithAux: TypeAlias = Callable[[optax.Params], tuple[_types.FloatScalar, Any]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Objective:
-  """The loss of a step, and the gradient that the optimizer state requests.
+  """The loss of a step and its gradient, with loss scale and frozen layers.
 
   Attributes:
-    loss: a function from params to ``(loss, aux)``: the user's loss, or the program traced from it.
-    traced: the traced program of the loss, which can freeze some of the layers in a leaf.
-    scaling: the number by which the loss is multiplied before it is differentiated. None: no scale.
-    freezing: the layers that get no gradient. None: all layers get a gradient.
+    loss: a function from params to ``(loss, aux)``: the user's loss, or the jaxpr traced from it.
+    traced: the loss as a jaxpr, which is used if only some of the layers in a leaf are frozen.
+    scaling: the loss scale, or None.
+    freezing: the frozen layers, or None.
     must_depend: whether to raise an error if the loss does not depend on the params.
   """
 
@@ -38,10 +38,9 @@ class Objective:
   def value_and_grad(
     self, params: optax.Params
   ) -> tuple[tuple[_types.FloatScalar, Any], optax.Updates]:
-    """Returns ``(loss, aux)``, and the gradient of the scaled loss: zero in frozen layers."""
+    """Returns ``(loss, aux)`` and the scaled loss's gradient, which is zero in frozen layers."""
     loss = self._without_frozen_gradients()
-    # The loss is checked only if no layer is known to be frozen: otherwise it may depend on frozen
-    # layers alone, and no gradient is right.
+    # If layers are frozen, the loss is not checked, since it may rightly depend on these alone.
     if self.must_depend and (self.freezing is None or self.freezing.frozen() is None):
       loss = _check_dependence(loss)
     if self.scaling is None:
@@ -57,13 +56,13 @@ class Objective:
     gradients = steepest_ascent(gradients)
     if self.scaling is not None:
       gradients = self.scaling.unscale_unseen(gradients)
-    # If the number of frozen groups is known, the gradients of frozen layers are zero already.
+    # If the number of frozen groups is static, `_without_frozen_gradients` made these zeros.
     if self.freezing is not None and self.freezing.frozen() is None:
       gradients = self.freezing.zero_frozen(gradients)
     return output, gradients
 
   def _without_frozen_gradients(self) -> LossWithAux:
-    """Returns the loss, with a zero derivative for leaves and layers known to be frozen."""
+    """Returns the loss; stops frozen layers' gradients if the number of frozen groups is static."""
     frozen = None if self.freezing is None else self.freezing.frozen()
     if frozen is None or not any(map(np.any, frozen)):
       return self.loss
@@ -80,9 +79,9 @@ class Objective:
     return loss
 
   def closures(self, current: optax.Params) -> dict[str, _types.Closure]:
-    """Returns the extra arguments of ``update`` that compute the loss and its gradient from params.
+    """Returns, by name, the extra arguments of ``update`` that are functions of params.
 
-    A leaf that is masked in these params has its value in `current`.
+    If ``optax.masked`` hides leaves of a function's argument, it uses the leaves of `current`.
     """
 
     @_extra_args.accept_extra_args
@@ -96,7 +95,7 @@ class Objective:
 def _check_dependence(
   loss: LossWithAux,
 ) -> LossWithAux:
-  """Returns the loss, which raises ValueError under ``jax.grad`` if it ignores the params."""
+  """Returns `loss` with a check: under ``jax.grad``, it raises ValueError if it ignores params."""
 
   def checked(params: optax.Params) -> tuple[_types.FloatScalar, Any]:
     value, aux = loss(params)
@@ -113,24 +112,20 @@ def _check_dependence(
 
 
 def steepest_ascent(gradients: _types.SameTree) -> _types.SameTree:
-  """Returns gradients in which those of complex params are conjugated.
-
-  ``jax.grad`` of a real loss returns the conjugate of the direction in which the loss grows
-  fastest; optimizers take the direction itself.
-  """
+  """Conjugates complex gradients: ``jax.grad`` returns the conjugate of the direction of ascent."""
   return jax.tree.map(lambda g: jnp.conj(g) if jnp.iscomplexobj(g) else g, gradients)
 
 
 def accept_masked(
   gradient: Callable[[optax.Params], optax.Updates], current: optax.Params
 ) -> _types.Closure:
-  """Returns the gradient function for params in which ``optax.masked`` may have hidden leaves.
+  """Returns `gradient` as a function that also takes params with leaves hidden by ``optax.masked``.
 
-  A hidden leaf has its value in `current`, and stays hidden in the gradient.
+  For a hidden leaf, `gradient` gets the leaf of `current`; in the result, the leaf is hidden again.
   """
 
-  # A transformation may pass further arguments, such as `optax.contrib.sam` the number of its inner
-  # step; these are ignored.
+  # Further arguments are ignored. `optax.contrib.sam`, for example, passes the number of its inner
+  # step.
   def grad_fn(params: optax.Params, *_: Any) -> optax.Updates:
     return _masks.mask_like(gradient(_masks.fill_masked(params, current)), params)
 

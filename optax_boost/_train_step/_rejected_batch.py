@@ -1,8 +1,7 @@
-"""Undoes what the forward pass has written if a wrapper leaves the batch out.
+"""Restores statistics if a wrapper leaves a batch out: skips the step or drops the micro-batch.
 
-A wrapper leaves a batch out if it skips the step or drops the micro-batch. Before that, the forward
-pass has written statistics, counts of random numbers and, in some layers, params. The train step
-restores the old values, just as the wrapper keeps the params and the optimizer's state.
+The wrapper keeps the params and the optimizer's state. But before the wrapper decides, the forward
+pass has already changed statistics, counts of random numbers and, in some layers, params.
 """
 
 import jax
@@ -13,7 +12,11 @@ from optax_boost._foundation import _paths, _trees, _types
 
 
 def skip_metrics(rejected: _types.BoolScalar | None, loss: _types.FloatScalar) -> _types.Metrics:
-  """Returns two metrics: whether the batch was left out for its loss, or for its gradients."""
+  """Returns the metrics ``skipped/loss`` and ``skipped/gradients``, which are 0 or 1.
+
+  If the batch was left out, ``skipped/loss`` is 1 if the loss is not finite; otherwise
+  ``skipped/gradients`` is 1. If `rejected` is None, no wrapper can leave batches out: no metrics.
+  """
   if rejected is None:
     return {}
   finite = _finiteness.finite_entries(loss)
@@ -26,10 +29,10 @@ def skip_metrics(rejected: _types.BoolScalar | None, loss: _types.FloatScalar) -
 def keep_if_rejected(
   rejected: _types.BoolScalar | None, before: _types.Tree, after: _types.SameTree
 ) -> _types.SameTree:
-  """Returns the tree `after` the step, or, if the batch was left out, with the leaves of `before`.
+  """Returns the tree `after` a step. If the batch was left out, it has the leaves of `before`.
 
-  The leaves are matched by path, since a loss may return other containers. A leaf that the forward
-  pass has created stays.
+  Leaves are matched by path, since a loss may return other containers. Leaves that are new, or have
+  a new shape, stay.
   """
   if rejected is None:
     return after

@@ -1,4 +1,4 @@
-"""Places the arrays of a train state on devices, before a step and after the step."""
+"""Places the arrays of a train state on devices, before and after a step."""
 
 import functools
 from typing import Any
@@ -12,11 +12,12 @@ from optax_boost._train_step import _train_state
 
 
 def canonicalize_state(state: _train_state.TrainState) -> _train_state.TrainState:
-  """Returns a new state with the types and placement of a state that a step returns.
+  """Returns a state with the types and placement of a state that a step returns.
 
-  So the step compiles only once. Weak types are removed. Arrays that are on no mesh are replicated
-  over the mesh of the params, or put on the device to which an array of the state is committed. An
-  array that occurs twice is copied, since an array can't be donated twice.
+  Otherwise the second step would compile again. Weak types are removed. If the params are on a
+  mesh, arrays that are on no mesh are replicated over it; otherwise all arrays move to the device
+  to which an array of the state is committed. An array that occurs twice is copied, since an array
+  can't be donated twice.
   """
   leaves = [_train_state.drop_weak_type(leaf) for leaf in jax.tree.leaves(state)]
   shardings = map(_sharding, jax.tree.leaves(state.params))
@@ -44,15 +45,14 @@ def canonicalize_state(state: _train_state.TrainState) -> _train_state.TrainStat
 def place_abstract(
   state: _train_state.TrainState, params: optax.Params, model_state: _types.ModelState
 ) -> _train_state.TrainState:
-  """Returns an abstract state with the shardings that :func:`canonicalize_state` would make."""
+  """Adds to an abstract state the shardings that :func:`canonicalize_state` would give it."""
   sharding_of_param: dict[str, tuple[tuple[int, ...] | None, jax.sharding.Sharding | None]] = {
     path: (leaf.shape, _sharding(leaf))
     for path, leaf in zip(_paths.leaf_paths(params), jax.tree.leaves(params), strict=True)
   }
   shardings = [sharding for _, sharding in sharding_of_param.values() if sharding is not None]
   meshes = [sharding.mesh for sharding in shardings if hasattr(sharding, "mesh")]
-  # An array whose path and shape no param has is replicated over the mesh, or lies on the single
-  # device.
+  # For arrays that have the path and shape of no param.
   replicated: Any = next(iter(shardings), None)
   if meshes:
     replicated = jax.sharding.NamedSharding(meshes[0], jax.sharding.PartitionSpec())
@@ -94,7 +94,7 @@ def _is_committed(leaf: _types.Unchecked) -> bool:
 
 
 def commit_like(state: _train_state.TrainState, arguments: _types.Tree) -> _train_state.TrainState:
-  """Returns a state on the device or mesh of a committed argument, where the step will run."""
+  """Moves an uncommitted state to a committed argument's devices, since the step will run there."""
   # The function runs at every step, so the cheapest test comes first.
   if _is_committed(state.step):
     return state
@@ -103,8 +103,7 @@ def commit_like(state: _train_state.TrainState, arguments: _types.Tree) -> _trai
   for leaf in filter(_is_committed, jax.tree.leaves(arguments)):
     if isinstance(leaf.sharding, jax.sharding.SingleDeviceSharding):
       return jax.tree.map(functools.partial(_put_in_memory, sharding=leaf.sharding), state)
-    # A mesh with Explicit axes is left out, since these axes are part of the types of arrays, and
-    # the types of the state would change.
+    # Not on a mesh with Explicit axes, since these would change the types of the state's arrays.
     if isinstance(leaf.sharding, jax.sharding.NamedSharding) and _placement.has_auto_axes_only(
       leaf.sharding.mesh
     ):
@@ -114,7 +113,7 @@ def commit_like(state: _train_state.TrainState, arguments: _types.Tree) -> _trai
 
 
 def _put_in_memory(leaf: jax.Array, sharding: jax.sharding.Sharding) -> jax.Array:
-  """Puts a leaf on devices, in its old kind of memory, since a state may be kept on the host."""
+  """Moves a leaf to a sharding in its old kind of memory, since the leaf may be in host memory."""
   memory_kind = getattr(_sharding(leaf), "memory_kind", None)
   if memory_kind:
     sharding = sharding.with_memory_kind(memory_kind)
@@ -122,10 +121,7 @@ def _put_in_memory(leaf: jax.Array, sharding: jax.sharding.Sharding) -> jax.Arra
 
 
 def placement(state: _train_state.TrainState) -> tuple[jax.sharding.NamedSharding | None, ...]:
-  """Returns for each array of a state the sharding, if XLA might change it in a step, else None.
-
-  The tuple is empty if the params lie on one device.
-  """
+  """Returns each array's sharding, or None if a step can't change it. Returns () on one device."""
   first = _first_sharding(state)
   if not isinstance(first, jax.sharding.NamedSharding) or first.mesh.size == 1:
     return ()
@@ -133,23 +129,22 @@ def placement(state: _train_state.TrainState) -> tuple[jax.sharding.NamedShardin
 
 
 def _on_mesh(leaf: jax.Array) -> jax.sharding.NamedSharding | None:
-  """Returns the sharding over a mesh that a step must keep for an array, or None."""
+  """Returns an array's sharding over a mesh, or None if a step can't change the sharding."""
   sharding = _sharding(leaf)
   if not isinstance(sharding, jax.sharding.NamedSharding):
     return None
-  # The sharding of a typed key is not constrained: the key is stored with a further axis.
+  # The sharding of a typed key is not constrained, since the key is stored with a further axis.
   return None if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else _constraint(sharding)
 
 
 @functools.cache
 def _constraint(sharding: jax.sharding.NamedSharding) -> jax.sharding.NamedSharding | None:
-  """Returns a sharding without None at the end of its spec, or None if XLA can't change it.
+  """Returns the sharding, or None if the compiler can't change it.
 
-  The shardings that a program returns have no None at the end of the ``PartitionSpec``.
+  None at the end of the ``PartitionSpec`` is removed, as in the shardings that a program returns.
   """
   mesh, spec = sharding.mesh, list(sharding.spec)
-  # The compiler keeps the sharding if the mesh has Explicit axes or the array is in host memory,
-  # since these are part of the array's type.
+  # Explicit axes and host memory are part of an array's type, so the compiler keeps them.
   free = isinstance(mesh, jax.sharding.Mesh) and _placement.has_auto_axes_only(mesh)
   if not free or sharding.memory_kind != mesh.devices.flat[0].default_memory().kind:
     return None
@@ -163,7 +158,7 @@ def keep_placement(
   before: _train_state.TrainState,
   shardings: tuple[jax.sharding.NamedSharding | None, ...],
 ) -> _train_state.TrainState:
-  """Returns a step's result with the shardings that :func:`placement` returned before the step."""
+  """Constrains a step's new state to the shardings that :func:`placement` returned before it."""
   structure: _types.TreeDef = jax.tree.structure(state)
   if not shardings or structure != jax.tree.structure(before):
     return state

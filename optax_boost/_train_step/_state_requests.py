@@ -1,4 +1,7 @@
-"""What an optimizer state requests of the loss: a scale, and frozen layers."""
+"""The loss scale and the frozen layers that an optimizer state requests from the train step.
+
+The class of a state declares its requests (:mod:`optax_boost._form._protocol`).
+"""
 
 from collections.abc import Sequence
 import dataclasses
@@ -16,12 +19,12 @@ from optax_boost._trace import _layer_groups
 
 @dataclasses.dataclass(frozen=True)
 class ScaleRequest:
-  """A request to multiply the loss by a number before it is differentiated.
+  """A loss scale, by which the train step multiplies the loss before it differentiates the loss.
 
   Attributes:
     scale: scalar float32.
-    seen: for each leaf, whether the requesting method sees the leaf, that is, ``optax.masked`` does
-      not hide it. The gradients of hidden leaves are not scaled.
+    seen: for each leaf of the params, False if ``optax.masked`` hides the leaf from the method that
+      divides the gradients by the scale. The train step then divides this leaf's gradient.
   """
 
   scale: _types.FloatScalar
@@ -32,7 +35,7 @@ class ScaleRequest:
     return loss.astype(jnp.float32) * self.scale
 
   def unscale_unseen(self, gradients: optax.Updates) -> optax.Updates:
-    """Returns gradients without the scale in the leaves that the method does not see."""
+    """Divides the gradients of leaves that are not `seen` by the scale."""
 
     def unscale(g: jax.Array, seen: bool) -> jax.Array:
       return g if seen else (_arrays.widen(g) / self.scale).astype(g.dtype)
@@ -42,30 +45,30 @@ class ScaleRequest:
 
 @dataclasses.dataclass(frozen=True)
 class FreezeRequest:
-  """A request not to compute the backward pass of the first groups of layers.
+  """The frozen layers: the first groups of layers, for which a step computes no backward pass.
 
   Attributes:
-    groups: the group of each leaf. A leaf that the method does not see, since ``optax.masked``
-      hides it, has the number after the last group.
-    depth: how many groups are frozen; a NumPy int32 if the step is compiled for this number.
+    groups: the number of each leaf's group. A leaf that ``optax.masked`` hides from the freezing
+      method has the number after the last group, so it is never frozen.
+    depth: how many groups are frozen, as a NumPy int32 if the number is static, else traced.
   """
 
   groups: Sequence[_layer_groups.GroupNumber]
   depth: _types.IntScalar | np.integer
 
   def frozen(self) -> list[Any] | None:
-    """Returns for each leaf or layer whether it is frozen; None if `depth` is traced."""
+    """Returns whether each leaf, or each layer in it, is frozen; None if `depth` is traced."""
     if not isinstance(self.depth, np.integer):
       return None
     return [group < self.depth for group in self.groups]
 
   def num_frozen(self) -> _types.IntScalar:
-    """Returns how many of the groups that have a leaf or a layer are frozen, a scalar int32."""
+    """Returns the number of frozen groups, a scalar int32; groups without layers don't count."""
     numbers = np.array(sorted({int(n) for group in self.groups for n in np.ravel(group)}), np.int32)
     return jnp.sum(numbers < self.depth, dtype=jnp.int32)
 
   def zero_frozen(self, gradients: optax.Updates) -> optax.Updates:
-    """Returns gradients that are zero in frozen leaves and layers."""
+    """Returns the gradients, with zeros for frozen leaves and layers."""
 
     def zero(g: jax.Array, group: _layer_groups.GroupNumber) -> jax.Array:
       return _layer_groups.select_frozen(self.depth, group, jnp.zeros_like(g), g)
@@ -74,7 +77,7 @@ class FreezeRequest:
 
 
 def scale_request(opt_state: optax.OptState, params: optax.Params) -> ScaleRequest | None:
-  """Returns the loss scale that an optimizer state requests, or None; ValueError for several."""
+  """Returns the requested loss scale, or None; raises ValueError if several states request one."""
   state = _protocol.requesting_state(opt_state, _protocol.LOSS_SCALE)
   if state is None:
     return None
@@ -87,11 +90,11 @@ def freeze_request(
   params: optax.Params,
   depth: int | None,
 ) -> tuple[FreezeRequest | None, optax.OptState]:
-  """Returns the freezing that an optimizer state requests, or None, and the optimizer state.
+  """Returns the frozen layers that an optimizer state requests, or None, and the optimizer state.
 
-  If `depth`, the number of frozen groups, is known, it is a constant in the returned state, so that
-  ``update`` computes nothing for frozen leaves. Raises ValueError if several states request frozen
-  layers.
+  `depth` is the number of frozen groups, or None if it is traced. The returned state holds `depth`
+  as a constant, so that ``update`` computes nothing for frozen leaves. Raises ValueError if several
+  states request frozen layers.
   """
   state = _protocol.requesting_state(opt_state, _protocol.FROZEN_GROUPS)
   if state is None:
@@ -108,7 +111,7 @@ def freeze_request(
 def _group_numbers(
   tx: optax.GradientTransformation, state: optax.OptState, params: optax.Params
 ) -> list[_layer_groups.GroupNumber]:
-  """Returns the group of each leaf, from the Form of the transformation that freezes layers."""
+  """Returns the group of each leaf, which the :class:`Form` of the freezing wrapper describes."""
   forms = _compositions.forms(tx)
   assignments = [form.frozen_groups for form in forms if form.frozen_groups is not None]
   if len(assignments) != 1:

@@ -1,4 +1,4 @@
-"""``make_train_step``, and :class:`TrainStep`, the jitted train step that it makes."""
+"""``make_train_step``, and :class:`TrainStep`, the jitted train step that it returns."""
 
 from collections.abc import Iterable
 import concurrent.futures
@@ -29,7 +29,7 @@ class TrainStep:
     self.computation = computation
     donated = (0,) if donate else ()
     self._step = jax.jit(computation.step, donate_argnums=donated, static_argnums=(4, 5))
-    # The keys are the structures of optimizer states.
+    # By the tree structure of the optimizer state.
     self._depths: dict[_types.TreeDef, _frozen_depth.DepthReader] = {}
 
   def init(
@@ -43,14 +43,14 @@ class TrainStep:
       model_state: the initial mutable statistics, if the loss takes statistics.
 
     Returns:
-      A :class:`TrainState`. If `params` are abstract, so is the state, into which a checkpoint can
-      be restored. If the params have shardings, an array of the optimizer state has the sharding of
-      the param of the same path and shape, and all other arrays lie on every device of the mesh.
+      A :class:`TrainState`. If `params` are abstract, the state is abstract, too; restore a
+      checkpoint into it. An abstract array of the optimizer state gets the sharding of the param
+      with the same path and shape. All other arrays are replicated over the mesh of the params.
 
     Raises:
-      TypeError: a leaf is not an array, one of the params is not floating-point, the params are a
-        pair for ``optax.lookahead`` or an NNX model with other variables than params, or the loss
-        takes statistics and `model_state` is None.
+      TypeError: a leaf is not an array; a param is not floating-point; the params are an
+        ``optax.LookaheadParams`` or an NNX model with variables other than params; or the loss
+        takes statistics, and `model_state` is None.
     """
     if isinstance(params, optax.LookaheadParams):
       raise TypeError(
@@ -84,13 +84,13 @@ class TrainStep:
     Args:
       state: the current state.
       batch: a tree of arrays, which is passed to the loss unchanged.
-      rng: a key, or None if the loss takes no key. The step folds its number into the key. If you
-        pass the same key at every step, a resumed run draws the same numbers.
+      rng: a key, or None if the loss takes no key. The step folds ``state.step`` into the key. If
+        you pass the same key at every step, a resumed run draws the same numbers.
 
     Returns:
-      The new state, and the metrics. The metrics are ``loss``, ``aux`` if the loss has aux, and
-      what the methods report (``trust_ratio``, ``loss_scale``, ``lars/notfinite_count``, ...). A
-      second metric of the same name is called, for example, ``trust_ratio_1``.
+      The new state, and a dict of metrics, which has ``loss``, ``aux`` if the loss has aux, and
+      what the methods report (``trust_ratio``, ``loss_scale``, ``lars/notfinite_count``, ...). If
+      two methods report the same name, the second is called, for example, ``trust_ratio_1``.
     """
     _check_call(state, rng)
     depths = self._depth_reader(state)
@@ -114,23 +114,18 @@ class TrainStep:
     weight_fn: _types.WeightFn | None = None,
     progress: bool = False,
   ) -> _train_state.TrainState:
-    """Renews the snapshot of :func:`svrg` in one pass over the data.
-
-    Statistics that the loss returns are dropped.
+    """Returns the state with a new :func:`svrg` snapshot, from a pass that changes no statistics.
 
     Args:
       state: the current state; don't use it afterwards, since the new state shares its arrays.
       batches: an iterable of batches for the loss; see :func:`full_gradient`.
-      rng: a key, or None if the loss takes no key. The number of the step and the number of the
-        batch are folded into the key.
+      rng: a key, or None if the loss takes no key. ``state.step`` and the number of the batch are
+        folded into the key.
       weight_fn: a function from a padded batch to the number of its real examples.
       progress: whether to show a progress bar; needs ``tqdm``.
 
-    Returns:
-      The state with the new snapshot.
-
     Raises:
-      ValueError: the optimizer has no ``svrg``, there is no batch, or a tree does not fit.
+      ValueError: the optimizer has no ``svrg``, there is no batch, or batches differ in structure.
     """
     _check_call(state, rng)
     gradient = jax.tree_util.Partial(self.computation.gradient, state.model_state)
@@ -156,9 +151,9 @@ class TrainStep:
   ) -> concurrent.futures.Future[None]:
     """Compiles the step in the background for batches of other shapes, while training goes on.
 
-    Each shape of a batch needs a separate program. This method traces the programs and returns; a
-    thread then compiles the programs in order. If a step needs a program that is not ready, the
-    step waits. The programs freeze as many layers as the next step with `state` does.
+    JAX compiles a program for each shape of a batch. This method traces the programs and returns; a
+    thread then compiles them in order. If a step needs a program that is not ready, the step waits.
+    The programs freeze as many layers as a step with `state` does.
 
     Args:
       state: the state of the next step; it is read, not donated.
@@ -189,10 +184,9 @@ class TrainStep:
   ) -> jax.stages.Lowered:
     """Lowers the step for inspection, like ``jax.jit(...).lower``.
 
-    The arguments are the arguments of a step, or abstract. The lowered program freezes as many
-    layers as the step with `state` does. To compile ahead of time use
-    ``jax.jit(step).lower(state, batch)``. Its program takes the same arguments as the step and
-    freezes any number of layers, but frozen layers save no time in it.
+    The arguments are those of a step, and may be abstract. The program freezes as many layers as a
+    step with `state` does. For a compiled program that you can call like a step, use
+    ``jax.jit(step).lower(state, batch)``. In that program, frozen layers save no time.
     """
     _check_call(state, rng)
     depth, _ = self._depth_reader(state).read(state.opt_state)
@@ -221,7 +215,7 @@ def _check_variables(params: _types.Unchecked) -> None:
 
 def _check_call(state: _types.Unchecked, rng: _types.Unchecked) -> None:
   _train_state.check_train_state(state)
-  # `StepComputation.step` checks a key that is an array, while it is traced.
+  # `StepComputation.step` checks a key that is an array, so only while the step is traced.
   if rng is not None and not isinstance(rng, jax.Array):
     _checks.check_key("rng", rng)
 
@@ -255,43 +249,43 @@ def make_train_step(
   hold_frozen_statistics: bool = True,
   weight: str | _types.WeightFn | None = None,
 ) -> TrainStep:
-  """Makes a jitted train step that feeds any optax transformation.
+  """Makes a jitted train step for any optax transformation.
 
-  ``tx.update`` receives `value`, `grad`, `value_fn` and `grad_fn`, so that line searches
+  The step passes `value`, `grad`, `value_fn` and `grad_fn` to ``tx.update``, so line searches
   (``optax.lbfgs``), ``optax.contrib.reduce_on_plateau`` and the methods of this package work
-  without further code. ``jax.grad`` returns conjugated gradients of complex params; the step
-  conjugates them back, so that minus the gradient is a direction of descent.
+  without further code. For complex params, the step conjugates the gradients of ``jax.grad``, so
+  that minus the gradient is a direction of descent.
 
   Args:
     loss_fn: ``loss_fn(params, batch)``, or ``loss_fn(params, batch, rng)`` if the step is called
       with a key. It returns the scalar loss, or ``(loss, aux)``.
     tx: the transformation.
     has_aux: whether `loss_fn` returns aux, which becomes ``metrics["aux"]``.
-    has_model_state: whether the loss has mutable statistics. It is then called as
-      ``loss_fn(params, model_state, batch[, rng])`` and returns ``(loss, model_state)``, or, with
-      `has_aux`, ``(loss, (model_state, aux))``. For losses from ``nnx.split_loss`` and
-      ``linen.split_loss`` this is known.
-    full_grad_fn: computes the mean gradient over all of the data, for ``svrg(refresh_every=n)``. It
-      is called as ``full_grad_fn(grad_fn, params)``, with ``grad_fn(params, batch)`` the gradient
-      of the loss; if the step has a key, as ``full_grad_fn(grad_fn, params, rng=key)``, with
-      ``grad_fn(params, batch, key)``. Arrays that ``functools.partial`` binds are arguments of the
-      compiled step, as in ``functools.partial(full_gradient, stacked=True, batches=data)``.
-    donate: whether the memory of the old state is reused for the new one.
-    hold_frozen_statistics: whether the mutable statistics of frozen layers stay as they are. A
-      statistic belongs to the layer whose params have its path, without ``params`` or
-      ``batch_stats`` in front; lists of params and of statistics must have the same length. If no
-      path fits, as with ``eqx.nn.State``, a warning says so.
-    weight: how to find the number of real examples or tokens in a batch, the extra argument
-      `weight` of :func:`accumulate`: the name of an entry of the loss's aux, or a function of the
-      batch. None: all batches count equally.
+    has_model_state: whether the loss has mutable statistics. The step then calls
+      ``loss_fn(params, model_state, batch[, rng])``, which returns ``(loss, model_state)``, or,
+      with `has_aux`, ``(loss, (model_state, aux))``. Not needed for a loss from ``nnx.split_loss``
+      or ``linen.split_loss``.
+    full_grad_fn: computes the mean gradient over all of the data, for ``svrg(refresh_every=n)``.
+      The step calls ``full_grad_fn(grad_fn, params)``, where ``grad_fn(params, batch)`` is the
+      gradient of the loss. If the step has a key, it calls ``full_grad_fn(grad_fn, params,
+      rng=key)``, and the gradient is ``grad_fn(params, batch, key)``. Bind the data as in
+      ``functools.partial(full_gradient, stacked=True, batches=data)``, since arrays that a partial
+      binds are arguments of the compiled step, not constants.
+    donate: whether the new state reuses the memory of the old one.
+    hold_frozen_statistics: whether the mutable statistics of frozen layers do not change. A
+      statistic belongs to the layer whose params have the same path, without ``params`` or
+      ``batch_stats`` in front. Layers in lists match only if the lists of params and of statistics
+      have the same length. If no path fits, as with ``eqx.nn.State``, a warning says so.
+    weight: the weight of a batch in :func:`accumulate`, such as its number of real examples or
+      tokens: the name of an entry of the loss's aux, or a function of the batch. None: all batches
+      count equally.
 
   Returns:
     A :class:`TrainStep`, whose ``init(params)`` returns the state for ``step(state, batch)``.
 
   Raises:
-    TypeError: when traced, if the loss returns something other than the options say.
-    ValueError: when called, if the state holds several loss scales or several
-      :func:`freeze_layers`.
+    TypeError: when traced, if the loss does not return what the options say.
+    ValueError: when called, if the state has several loss scales or several :func:`freeze_layers`.
 
   Examples:
     >>> import jax.numpy as jnp, optax, optax_boost
@@ -333,9 +327,9 @@ def make_train_step(
 def _bound_arrays(
   function: _types.Closure | None,
 ) -> tuple[_types.Closure | None, dict[str, _types.Tree]]:
-  """Returns a ``functools.partial`` without its arrays, and the arrays by name.
+  """Returns a ``functools.partial`` without the arrays that it binds by name, and these arrays.
 
-  Arrays that stayed in the function would be constants of the compiled step.
+  If the arrays stayed in the partial, they would be constants of the compiled step.
   """
   if not isinstance(function, functools.partial):
     return function, {}

@@ -1,24 +1,19 @@
-"""The computation of a train step, which feeds any optax transformation.
-
-Line searches, variance reduction and freezing need more than a gradient: they read extra arguments
-of ``update``. A step passes these extra arguments to every transformation:
+"""The computation of a train step, which passes these extra arguments to ``tx.update``.
 
   value, grad        the loss at the current params, and its gradient
   value_fn(params)   the loss at other params, with the same batch, rng and mutable statistics
   grad_fn(params)    the gradient at other params, with the same batch, rng and statistics
   obj_fn             `value_fn` under the name that ``optax.contrib.sophia`` takes
   full_grad_fn(params)
-                     the mean gradient over all of the data, if the user gave a function for it
-  layers             the axes of the layers, which the step finds only if a method reads them
-  weight             the weight of the batch, if the user named it
-  model_state        the mutable statistics after the forward pass, if a transformation names the
-                     argument
+                     the mean gradient over all of the data, if the user passed `full_grad_fn`
+  layers             the roles of the params' axes, which are computed only if a method reads them
+  weight             the weight of the batch, if the user passed `weight`
+  model_state        the statistics after the forward pass, if a transformation takes `model_state`
 
-The optimizer state may request a loss scale or a shorter backward pass
-(:mod:`optax_boost._form._protocol`). `grad` and `grad_fn` then differentiate the scaled loss, while
-`value` and `value_fn` are without the scale. A function that no transformation calls costs nothing.
-Aux and statistics that a function computes are dropped. If ``optax.masked`` or ``optax.partition``
-hides leaves of the params that a function gets, the leaves have their current values.
+If a method scales the loss, `grad` and `grad_fn` are gradients of the scaled loss, while `value`
+and `value_fn` are without the scale. A function that no transformation calls costs nothing. Aux and
+statistics that a function computes are dropped. If ``optax.masked`` or ``optax.partition`` hides
+leaves of the params that a function gets, the function uses the current values of these leaves.
 """
 
 from collections.abc import Mapping
@@ -63,17 +58,16 @@ _UNUSED_WEIGHT = (
 )
 
 
-# Two of these objects are never equal, since `jax.jit` caches compiled programs by the bound method
-# `step`, which compares its object.
+# `eq=False`: `jax.jit` caches programs by the bound method `step`, and equal objects would share
+# programs.
 @dataclasses.dataclass(frozen=True, eq=False)
 class StepComputation:
   """The computation of a train step; its fields are the arguments of :func:`make_train_step`.
 
   Attributes:
-    data: the arrays that `full_grad_fn` binds.
-    warnings_given: the warnings that were given. Each warning is given once, although the step is
-      traced again for each number of frozen groups and each shape of a batch.
-    losses_checked: holds True after a step whose loss depended on the params.
+    data: the arrays that the user's `full_grad_fn` binds, by name.
+    warnings_given: the warnings given so far, so that no later trace of the step repeats them.
+    losses_checked: holds True after the first trace in which the loss depended on the params.
   """
 
   loss_fn: _types.LossFn
@@ -95,10 +89,7 @@ class StepComputation:
     batch: _types.Batch,
     *rngs: jax.Array,
   ) -> tuple[_types.FloatScalar, tuple[_types.ModelState, Any]]:
-    """Computes the loss; returns ``loss, (model_state, aux)``.
-
-    The returned `model_state` holds the statistics after the forward pass.
-    """
+    """Returns ``loss, (model_state, aux)``, with the statistics after the forward pass."""
     statistics = (model_state,) if self.has_model_state else ()
     output = self.loss_fn(params, *statistics, batch, *rngs)
     if _losses.is_stateful(self.loss_fn):
@@ -114,7 +105,7 @@ class StepComputation:
     batch: _types.Batch,
     *rngs: jax.Array,
   ) -> optax.Updates:
-    """Returns the gradient of the loss on a batch, without loss scale and frozen layers."""
+    """Returns the gradient of the loss on a batch, with no loss scale and no frozen layers."""
     gradient = jax.grad(lambda params: self.loss(params, model_state, batch, *rngs)[0])(params)
     return _objective.steepest_ascent(gradient)
 
@@ -129,8 +120,8 @@ class StepComputation:
   ) -> tuple[_train_state.TrainState, _types.Metrics]:
     """Makes one step; returns the new state and the metrics.
 
-    `data` are the arrays of `full_grad_fn`. `depth` is the number of frozen groups, or None if it
-    is traced. `placement` are the shardings that the arrays of the new state get.
+    `depth` is the number of frozen groups, or None if it is traced. `placement` are the shardings
+    that the arrays of the new state get.
     """
     _checks.check_key("rng", rng)
     _state_check.check(self.tx, state.opt_state, state.params)
@@ -143,16 +134,16 @@ class StepComputation:
     )
     if freezing is not None and depth is None:
       self._warn_once(_TRACED_DEPTH)
-    # A method that reads the layers needs the traced program. The program then computes the loss,
-    # too, so that the user's function is traced once.
+    # A method that reads `layers` needs the loss as a jaxpr. The step then computes the loss from
+    # this jaxpr, so that the user's function is traced once.
     asks_for_layers = _compositions.names_extra_argument(self.tx, "layers")
     loss = traced if asks_for_layers else lambda params: self.loss(params, *arguments)
-    # Only the loss of the first batch must depend on the params; later losses may be constants.
+    # The loss must depend on the params in the first trace only; later it may be a constant.
     objective = _objective.Objective(loss, traced, scaling, freezing, not self.losses_checked)
     (value, (model_state, aux)), grad = objective.value_and_grad(state.params)
     self.losses_checked.add(True)
-    # The update starts from the params that the forward pass has written, as in a training loop of
-    # Flax NNX.
+    # If the forward pass has changed params, the update is added to the changed params, as in Flax
+    # NNX.
     start, model_state = _written_params.take_written_params(state.params, model_state, traced)
     if freezing is not None and self.hold_frozen_statistics:
       model_state = _frozen_statistics.hold_statistics(
@@ -172,7 +163,7 @@ class StepComputation:
     extra["layers"] = _layer_axes.DeferredLayerAxes(traced.layers)
     if self.weight is not None:
       extra["weight"] = self._weight(batch, aux)
-      # A transformation of the user may take the extra argument `weight`, too.
+      # No warning if a transformation of the user takes the extra argument `weight`.
       is_named = _compositions.names_extra_argument(self.tx, "weight")
       if not (is_named or _protocol.is_requested(state.opt_state, _protocol.WEIGHT_SUM)):
         self._warn_once(_UNUSED_WEIGHT)
@@ -183,8 +174,7 @@ class StepComputation:
     metrics = {"loss": value, **_protocol.read_metrics(opt_state)}
     metrics |= _rejected_batch.skip_metrics(rejected, value)
     if freezing is not None:
-      # The metric is the number of groups frozen in this step. The new state holds the number for
-      # the next step.
+      # From the old state, since the new optimizer state holds the number for the next step.
       metrics["frozen_groups"] = freezing.num_frozen()
     if self.has_aux:
       metrics["aux"] = aux
@@ -196,7 +186,7 @@ class StepComputation:
     return _state_placement.keep_placement(new_state, state, placement), metrics
 
   def _weight(self, batch: _types.Batch, aux: Any) -> jax.typing.ArrayLike:
-    """Returns the weight of a batch among the micro-batches of :func:`accumulate`."""
+    """Returns the weight of a batch, the extra argument `weight` of ``tx.update``."""
     if callable(self.weight):
       return self.weight(batch)
     if not isinstance(aux, Mapping) or self.weight not in aux:

@@ -1,4 +1,4 @@
-"""The loss of a step as a traced program, from which freezing and methods read the layers."""
+"""The loss of a step as a jaxpr, which freezing and methods that treat layers need."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,15 +11,15 @@ from optax_boost._trace import _frozen_scans, _jaxpr, _layer_axes, _leaf_uses
 
 
 class TracedLoss:
-  """A loss that is traced when its program is first needed, once for each type of the params.
+  """A loss as a jaxpr ("program"), which is traced when it is first needed.
 
-  Most steps need no program: they freeze no part of a leaf, and no method reads the leaves' axes.
+  Most steps don't need it: they freeze whole leaves or nothing, and no method reads `layers`.
   """
 
   def __init__(
     self, loss_fn: _types.LossFn, params: optax.Params, arguments: tuple[_types.Tree, ...]
   ) -> None:
-    """Keeps a loss; `arguments` are its arguments after the params: the model state, then data."""
+    """`arguments` are the loss's arguments after the params: the model state, then data."""
     self._loss_fn, self._params, self._arguments = loss_fn, params, arguments
     self._programs: dict[Any, tuple[_types.Jaxpr, _types.TreeDef]] = {}
 
@@ -35,7 +35,7 @@ class TracedLoss:
   def run_with_leaves(
     self, params: optax.Params, leaves: Sequence[Any]
   ) -> tuple[_types.FloatScalar, Any]:
-    """Returns the loss and aux, computed by the program from `leaves`, not the leaves of `params`.
+    """Returns the loss and aux, computed from `leaves` instead of the leaves of `params`.
 
     A leaf may be split into frozen and trained parts (:mod:`optax_boost._trace._frozen_scans`).
     """
@@ -44,7 +44,7 @@ class TracedLoss:
     return jax.tree.unflatten(structure, outputs)
 
   def layers(self) -> _layer_axes.LayerAxes:
-    """Returns the axes of the params. The arrays of the model state count as constants."""
+    """Returns the roles of the params' axes. The model state does not count as data."""
     model_state, *data = self._arguments
     state_flags = [None] * len(jax.tree.leaves(model_state))
     return _layer_axes.describe(
@@ -52,7 +52,7 @@ class TracedLoss:
     )
 
   def statistics_axes(self) -> dict[int, int]:
-    """Returns the axis of the layers for each leaf of the model state that a scan slices."""
+    """Returns the axis along which a scan over layers slices the model state, by leaf index."""
     model_state, *_ = self._arguments
     first = len(jax.tree.leaves(self._params))
     end = first + len(jax.tree.leaves(model_state))

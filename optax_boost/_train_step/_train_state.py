@@ -14,9 +14,9 @@ class TrainState(NamedTuple):
 
   Attributes:
     params: the trainable arrays.
-    opt_state: the transformation's state.
+    opt_state: the state of the optax transformation.
     model_state: the mutable statistics (BatchNorm) that the loss returns, or None. If a wrapper
-      leaves a batch out, the statistics do not change.
+      skips the step or drops the micro-batch, the statistics do not change.
     step: scalar int32, the number of calls of the step.
   """
 
@@ -27,7 +27,6 @@ class TrainState(NamedTuple):
 
 
 def check_train_state(state: _types.Unchecked) -> None:
-  """Raises TypeError unless the argument `state` is a TrainState."""
   words = "an `optax_boost.TrainState`: what `step.init` or the step before returned"
   _checks.check_type("state", state, TrainState, words)
 

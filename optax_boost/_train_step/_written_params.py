@@ -1,4 +1,4 @@
-"""Params that the forward pass of a stateful model writes, and from which the update starts."""
+"""Params that a forward pass changes (as with ``nnx.WeightNorm``), and to which a step adds."""
 
 from collections.abc import Sequence
 import functools
@@ -11,12 +11,12 @@ from optax_boost._foundation import _trees, _types
 from optax_boost._trace import _jaxpr
 from optax_boost._train_step import _traced_loss
 
-# Stands for a value that is not a copy of an input.
+# In place of an input's index: the value is not a copy of an input.
 _NO_COPY = -1
 
 
 class WrittenParams(NamedTuple):
-  """The statistics and the params after the forward pass."""
+  """The statistics after a forward pass, and the params, some of which it has changed."""
 
   model_state: _types.ModelState
   params: optax.Params
@@ -25,7 +25,7 @@ class WrittenParams(NamedTuple):
 def with_written_params(
   model_state: _types.ModelState, before: optax.Params, after: optax.Params
 ) -> _types.ModelState | WrittenParams:
-  """Returns the new statistics, with the params `after` the forward pass if it replaced any."""
+  """Returns `model_state`, in a :class:`WrittenParams` if the forward pass replaced params."""
   pairs = zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)
   replaced = any(old is not new for old, new in pairs)
   return WrittenParams(model_state, after) if replaced else model_state
@@ -34,10 +34,7 @@ def with_written_params(
 def take_written_params(
   params: optax.Params, model_state: _types.ModelState, traced: _traced_loss.TracedLoss
 ) -> tuple[optax.Params, _types.ModelState]:
-  """Returns the params and the statistics after the forward pass.
-
-  If the forward pass has written no params, the function returns `params` and `model_state`.
-  """
+  """Returns the params and the statistics after a forward pass, whose result is `model_state`."""
   if not isinstance(model_state, WrittenParams):
     return params, model_state
   program = traced.program
@@ -48,8 +45,8 @@ def take_written_params(
   param_outputs = slice(end - count, end)
   copied = [x is y for x, y in zip(inputs, outputs[param_outputs], strict=False)]
   if not all(copied):
-    # `nnx.remat` and `nnx.jit` return all variables of their modules as new arrays, so the program
-    # is searched for params that are copies.
+    # `nnx.remat` and `nnx.jit` return all variables of their modules as new arrays, so only the
+    # equations of the program show which params are copies.
     copied = copied_inputs(program, count, param_outputs)
   written = jax.tree.leaves(model_state.params)
   new_params = _trees.map_with(
@@ -61,7 +58,7 @@ def take_written_params(
 def copied_inputs(
   program: _types.Jaxpr, count: int | None = None, outputs: slice = slice(None)
 ) -> list[bool]:
-  """Returns, for i below `count`, whether the i-th of `outputs` is a copy of the i-th input."""
+  """Returns whether the i-th of `outputs` is a copy of input i, for i below `count` (None: all)."""
   inputs = len(program.jaxpr.invars)
   count = inputs if count is None else count
   origins = _CopyFinder().run(program, [*range(count), *[_NO_COPY] * (inputs - count)])
@@ -69,7 +66,7 @@ def copied_inputs(
 
 
 class _CopyFinder(_jaxpr.Interpreter[int]):
-  """Finds for each output of a program the input of which the output is a copy, or `_NO_COPY`."""
+  """Finds for each output of a program the index of the input that it copies, or `_NO_COPY`."""
 
   def constant(self, value: _types.Unchecked) -> int:
     return _NO_COPY

@@ -1,8 +1,8 @@
 """Functions for Flax Linen modules; needs the extra ``flax``.
 
-The modules, each of which imports those before it:
+The modules, each of which imports only modules above it:
 
-  _module            a module with its variables, as a loss calls it
+  _module            a module with its variables, which a loss calls like a function
   _loss              ``split_loss``: the loss of a module as a pure function
   _batch_stats       ``estimate_batch_stats``: BatchNorm statistics for given params
   _normalized_dense  ``NormalizedDense``: a dense layer with normalized inputs and kernel

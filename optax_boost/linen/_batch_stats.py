@@ -1,4 +1,4 @@
-"""BatchNorm statistics of a Linen module, estimated again for given params."""
+"""``estimate_batch_stats``: new BatchNorm statistics for the params of a Linen module."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 import dataclasses
@@ -29,14 +29,12 @@ def estimate_batch_stats(
   only: str | Sequence[str] | None = None,
   exclude: str | Sequence[str] | None = None,
 ) -> dict[str, Any]:
-  """Estimates BatchNorm statistics again: :func:`optax_boost.nnx.estimate_batch_stats` for Linen.
+  """Estimates BatchNorm statistics again, like :func:`optax_boost.nnx.estimate_batch_stats`.
 
-  The pass estimates the BatchNorms that the call updates, so call the module in its training mode.
-  These BatchNorms normalize by the batch. Frozen BatchNorms (``use_running_average=True``), and
-  those that `only` and `exclude` leave out, normalize by their running statistics and keep them.
-  ``nn.Dropout`` does nothing; all other layers do what they do in the call. If another
-  layer needs a key in training, call the module in its evaluation mode and name the BatchNorms by
-  `only`.
+  The pass estimates the BatchNorms that `forward_fn` updates, so call the module in its training
+  mode. These BatchNorms normalize by the batch. All others normalize by their running statistics
+  and keep them. ``nn.Dropout`` does nothing; all other layers act as usual. If another layer needs
+  a key in training, call the module in its evaluation mode and name the BatchNorms by `only`.
 
   Args:
     module: the module.
@@ -44,17 +42,17 @@ def estimate_batch_stats(
       them ``batch_stats``.
     batches: see :func:`optax_boost.nnx.estimate_batch_stats`.
     forward_fn: ``forward_fn(model, batch)``, where ``model(x, ...)`` applies the module, such as
-      ``lambda model, x: model(x, train=True)``; its result is not used. None: ``model(batch)``.
-    weight_fn: a function from a batch to its number of examples. None: the length of the first axis
-      of the batch's leaves.
+      ``lambda model, x: model(x, train=True)``; its result is not used. None: the pass calls
+      ``model(batch)``.
+    weight_fn: see :func:`optax_boost.nnx.estimate_batch_stats`.
     only: the BatchNorms to estimate, frozen or not, as regular expressions that match whole
       segments of a BatchNorm's path in ``batch_stats``. None: all that the call updates.
-    exclude: BatchNorms that keep their statistics, as regular expressions like `only`. None:
-      excludes none.
+    exclude: BatchNorms that keep their statistics, as regular expressions like `only`.
 
   Returns:
-    The variables with the new statistics. :class:`optax_boost.NoEffectWarning` names BatchNorms
-    that no batch reaches, and patterns that match no BatchNorm.
+    The variables with the new statistics. BatchNorms that a batch does not reach keep their
+    statistics, and an :class:`optax_boost.NoEffectWarning` names them and patterns that match no
+    BatchNorm.
 
   Raises:
     ValueError: `variables` has no params; there is no batch; batches differ in structure; the call
@@ -82,7 +80,7 @@ def estimate_batch_stats(
     for name, path in norms.items()
   }
   selection = _batch_stats.select(list(norms), only, exclude)
-  # The sums are stored in the collection, so that scans slice them like the statistics.
+  # The sums are stored in `batch_stats`, so that scans slice them like the statistics.
   with_sums = leaves | {
     (*norms[name], sum_name): jnp.zeros_like(statistics[name]["mean"])
     for name in selection.paths
@@ -103,7 +101,7 @@ def estimate_batch_stats(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _BatchSummary:
-  """Computes a batch's statistics; calls with equal fields share a compiled program."""
+  """A function that computes a batch's statistics; equal objects share a compiled program."""
 
   module: nn.Module
   forward_fn: Callable[[Any, _types.Batch], Any]
@@ -134,8 +132,8 @@ class _BatchSummary:
       context: nn.module.InterceptorContext,
     ) -> Any:
       norm: Any = context.module
-      # Compares the called method, not the class: the `__call__` of a user's subclass of BatchNorm
-      # may call `BatchNorm.__call__`.
+      # The called method is compared, not the class, since the `__call__` of a user's subclass of
+      # BatchNorm may call `BatchNorm.__call__`.
       original = getattr(context.orig_method, "func", None)
       # A BatchNorm that `less_bn` removed is still called, but has no statistics.
       if original is _CALL_OF_NORM and norm.has_variable(_COLLECTION, "mean"):
@@ -162,13 +160,13 @@ class _BatchSummary:
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
   ) -> jax.Array:
-    """Returns the output of a BatchNorm; averages the statistics of a chosen one over its uses."""
+    """Returns a BatchNorm's output; if it is chosen, averages its statistics over its uses."""
     x, (flag,) = args[:1], args[1:] or (kwargs.get("use_running_average"),)
     frozen = norm.use_running_average if flag is None else flag
     is_chosen = norm.has_variable(_COLLECTION, "uses")
     by_batch = is_chosen and (self.selection.named or not frozen)
-    # Outside of the training's `shard_map` the mesh axis is unbound, and each device has the whole
-    # batch.
+    # Outside of the training's `shard_map`, the mesh axis is not bound. A mean over it is not
+    # needed, since each device has the whole batch.
     axis_name = _mesh_axes.bound_axis(norm.axis_name)
     settings = {"momentum": 0.0, "use_running_average": None, "axis_name": axis_name}
     saved_settings = {name: getattr(norm, name) for name in settings}
@@ -176,9 +174,9 @@ class _BatchSummary:
     before: dict[str, Any] = {name: norm.get_variable(_COLLECTION, name) for name in names}
     if by_batch:
       for name in _batch_stats.STATISTICS:
-        # With momentum 0 a call stores 0 * running + batch, and 0 * NaN is NaN.
+        # With momentum 0, a call stores 0 * running + batch, and 0 * NaN would be NaN.
         norm.put_variable(_COLLECTION, name, jnp.zeros_like(before[name]))
-    # A Linen module refuses assignment; the module is bound for this call only.
+    # `vars`, since a Linen module refuses assignment.
     vars(norm).update(settings)
     try:
       out = call(*x, **{**kwargs, "use_running_average": not by_batch})

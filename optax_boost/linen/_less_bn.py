@@ -1,4 +1,4 @@
-"""Removes BatchNorms from a Linen module by intercepting their calls."""
+"""``less_bn``: removes BatchNorms from a Linen module by intercepting their calls."""
 
 from collections.abc import Callable
 import dataclasses
@@ -15,7 +15,7 @@ from optax_boost.linen import _module, _normalized_dense
 
 @dataclasses.dataclass(frozen=True)
 class Unbound:
-  """Hides a module from Linen: a module in a field becomes a submodule named like the field."""
+  """Hides a module in a field from Linen, which would make it a submodule."""
 
   module: nn.Module
 
@@ -27,7 +27,6 @@ class LessBN(nn.Module):
   ``__call__`` by name: ``apply(variables, x, method="features")``.
 
   Attributes:
-    original: the original module.
     plan: which BatchNorms are removed, and which dense layer is normalized.
   """
 
@@ -35,12 +34,11 @@ class LessBN(nn.Module):
   plan: _less_bn.Plan
 
   def setup(self) -> None:
-    """Binds the original module to this module's scope, as ``apply`` would."""
+    """Binds the original module to this module's scope, so that the variables' paths stay."""
     # A plain assignment would make the original a submodule.
     object.__setattr__(self, "_bound", self.original.module.clone(parent=self.scope))
 
   def __call__(self, *args: Any, **kwargs: Any) -> Any:
-    """Calls the original module with the same arguments."""
     return self._run("__call__", args, kwargs)
 
   def __getattr__(self, name: str) -> Any:
@@ -77,8 +75,8 @@ class LessBN(nn.Module):
 
     with nn.intercept_methods(intercept):
       output = getattr(self._bound, method)(*args, **kwargs)
-    # A call may skip a branch, such as an auxiliary head in evaluation, but `init` must
-    # reach all BatchNorms.
+    # A call may skip a branch, such as an auxiliary head in evaluation, but `init` must reach all
+    # BatchNorms.
     if self.is_initializing() and (missed := {*self.plan.removed} - reached):
       raise ValueError(
         f"`less_bn` planned to remove '{min(missed)}', which this call doesn't reach. Call `init`"
@@ -104,15 +102,13 @@ def less_bn(
   on_plan: _less_bn.PlanCallback | None = None,
   **kwargs: Any,
 ) -> LessBN:
-  """Returns a module with fewer BatchNorms: :func:`optax_boost.nnx.less_bn` for Linen.
+  """Returns a module with fewer BatchNorms and the original's methods (``init``, ``apply``, ...).
 
-  The arguments are the same; ``module.init`` and a call are traced with the inputs. Kernels and
-  biases keep their paths, so variables of the original module with these paths fit. Evaluate the
-  returned module, with ``train=False`` or the module's own flag. A module with ``nn.jit`` inside is
-  refused: ``nn.jit`` keeps traces from before, in which calls can't be intercepted.
-
-  Returns:
-    A module to call, ``init`` and ``apply`` like the original.
+  The arguments are those of :func:`optax_boost.nnx.less_bn`; ``module.init`` and a call are traced
+  with the inputs. Kernels and biases keep their paths, so variables of the original module fit. Use
+  the returned module for evaluation, too, with ``train=False`` or the module's own flag. ``init``
+  refuses a module with ``nn.jit`` inside, since ``nn.jit`` keeps earlier traces, in which calls
+  can't be intercepted.
 
   Raises:
     ValueError: there are no inputs. In ``init``: a BatchNorm to remove is not called.

@@ -1,4 +1,4 @@
-"""The loss of a Linen module as a pure function ``loss(params, model_state, batch, rng)``."""
+"""``split_loss``: the loss of a Linen module as a pure function of arrays."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -23,10 +23,10 @@ def split_loss(
   :func:`optax_boost.make_train_step`, :func:`optax_boost.layer_groups`,
   :func:`optax_boost.layer_axes` and :func:`optax_boost.race` take the result.
 
-  After it has called the model, a loss can read the module's other variables in
-  ``model.collections``. So ``sum(jax.tree.leaves(model.collections["losses"]))`` adds the values
-  that ``self.sow("losses", ...)`` stored in this step. Collections that ``module.init`` did not
-  return are dropped. If ``sow`` has a `reduce_fn`, its values are carried from step to step, like
+  After a call of the model, the loss can read the variables other than params in
+  ``model.collections``. For example, ``sum(jax.tree.leaves(model.collections["losses"]))`` adds the
+  values that ``self.sow("losses", ...)`` stored in this step. Collections that ``module.init`` did
+  not return are dropped. Values of a ``sow`` with a `reduce_fn` are carried from step to step, like
   other variables.
 
   Args:
@@ -38,11 +38,10 @@ def split_loss(
 
   Returns:
     ``(loss, params, model_state)``. ``loss(params, model_state, batch, rng)`` returns the output of
-    `loss_fn` and the new `model_state`, a dict of the collections other than ``params``. It splits
-    the key `rng` into the module's rng streams.
+    `loss_fn` and the new `model_state`, a dict of the collections other than ``params``. The loss
+    splits the key `rng` into the module's rng streams.
 
   Raises:
-    TypeError: an argument is of the wrong kind.
     ValueError: `variables` has no collection ``params``.
 
   Examples:

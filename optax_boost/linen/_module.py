@@ -15,8 +15,8 @@ Collections: TypeAlias = dict[str, Any]
 class BoundModel:
   """A Linen module with its variables, which a loss calls like a function.
 
-  A call is ``module.apply`` with the params, statistics and rngs of this step. The next call uses
-  the statistics that a call changes.
+  A call is ``module.apply`` with the params, statistics and rngs of this step. If it changes the
+  statistics, the next call uses the new ones.
 
   Attributes:
     collections: the variables other than params, after the calls so far. A tuple that ``sow``
@@ -44,7 +44,7 @@ class BoundModel:
 
   def __call__(self, *args: Any, **kwargs: Any) -> Any:
     """Applies the module to the arguments; the keyword `method` names another method to call."""
-    # Folding in the number of the call gives two calls in one loss different masks.
+    # The number of the call is folded in, so that two calls in one loss draw different masks.
     rngs = {name: jax.random.fold_in(rng, self._calls) for name, rng in self._rngs.items()}
     self._calls += 1
     output, changed = self._module.apply(
@@ -61,11 +61,8 @@ class BoundModel:
     return output
 
   def _drop_sown_before(self, path: _types.KeyPath, value: Any) -> Any:
-    """Returns a tuple that ``sow`` has extended without the values of earlier steps.
-
-    ``sow`` makes a tuple longer; tuples that keep their length, such as the carry of a recurrent
-    cell, are returned unchanged.
-    """
+    """Returns `value`; if it is a tuple that ``sow`` extended, without values of earlier steps."""
+    # Only `sow` extends tuples. An RNN's carry, for example, keeps its length.
     length = self._lengths.get(path)
     if length is None or not _is_tuple(value) or len(value) <= length:
       return value
@@ -78,7 +75,7 @@ def _is_tuple(value: _types.Unchecked) -> bool:
 
 
 def split_variables(variables: Any) -> tuple[_types.Params, Collections]:
-  """Returns the params, and the other collections, in the output of ``module.init``."""
+  """Splits the output of ``module.init`` into the params and the other collections."""
   if not isinstance(variables, Mapping):
     raise TypeError(
       f"`variables` must be a dict of collections; got {_checks.shorten(variables)}. Pass the"
@@ -94,7 +91,6 @@ def split_variables(variables: Any) -> tuple[_types.Params, Collections]:
 
 
 def check(module: _types.Unchecked) -> None:
-  """Raises TypeError unless `module` is a Linen module."""
   if not isinstance(module, nn.Module):
     raise TypeError(
       f"`module` must be a Linen module; got {_checks.shorten(module)}. For NNX modules there is"

@@ -1,4 +1,4 @@
-"""The normalized head for Flax Linen."""
+"""``NormalizedDense`` for Flax Linen."""
 
 from flax import linen as nn
 import jax

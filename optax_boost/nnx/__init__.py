@@ -1,8 +1,8 @@
 """The train step and functions for Flax NNX models; needs the extra ``flax``.
 
-The modules, each of which imports those before it:
+The modules, each of which imports only modules above it:
 
-  _model             a model taken apart into arrays, and put together again
+  _model             splits models into structure and arrays, and merges them
   _batch             batches that hold a second model, which a step only reads
   _loss              ``split_loss``: the loss of a model as a pure function
   _averaged_model    ``averaged_model``: a copy of a model with averaged params

@@ -1,4 +1,4 @@
-"""An NNX model with averaged params."""
+"""``averaged_model``: a copy of an NNX model with averaged params."""
 
 from typing import Any
 
@@ -13,15 +13,15 @@ def averaged_model(optimizer: nnx.Optimizer, model: nnx.Module) -> Any:
   """Copies a model, with the averages of :func:`optax_boost.average_params` in place of its params.
 
   Args:
-    optimizer: the model's optimizer, made with a transformation that holds an
+    optimizer: the model's optimizer, whose transformation has an
       :func:`optax_boost.average_params`.
     model: the model; it is not changed.
 
   Returns:
-    A model of the same class, with new arrays. Variables that the optimizer does not train have the
-    values of `model`, except for statistics that the optimizer averages (the argument `model_state`
-    of :func:`optax_boost.average_params`). If the optimizer averages no statistics,
-    estimate the statistics of BatchNorms with :func:`estimate_batch_stats`.
+    A model of the same class, with new arrays. Variables that the optimizer does not train are
+    copied. But if the optimizer averages statistics (the argument `model_state` of
+    :func:`optax_boost.average_params`), the copy has the averages. If it does not, estimate the
+    statistics of BatchNorms with :func:`estimate_batch_stats`.
 
   Raises:
     ValueError: the optimizer keeps no averages, or averages of another model.

@@ -1,4 +1,4 @@
-"""Batches that hold NNX objects, such as a second model, which a step only reads."""
+"""Batches that hold NNX objects, for example a second model, which a step must not change."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 import dataclasses
@@ -17,7 +17,7 @@ _NNX_OBJECT = (nnx.Variable, nnx.Pytree if hasattr(nnx, "Pytree") else nnx.Objec
 
 
 class KeyedBatch(NamedTuple):
-  """Marks the batch of a step that is called with a key; ``refresh`` does not mark its batches."""
+  """A batch of a step with a user's key. The key must not move the model's own rng streams."""
 
   batch: _types.Batch
 
@@ -29,7 +29,7 @@ class KeyedBatch(NamedTuple):
 )
 @dataclasses.dataclass(frozen=True)
 class ClosedBatch:
-  """A batch whose NNX objects are replaced by their arrays, so that it is a tree of arrays.
+  """A batch as a pytree of arrays, since NNX objects can't be passed through ``jax.jit``.
 
   Attributes:
     batch: the batch, with None in the place of each NNX object.
@@ -44,7 +44,7 @@ class ClosedBatch:
   graphdef: nnx.GraphDef
 
   def open(self) -> tuple[_types.Batch, tuple[Any, ...]]:
-    """Returns the batch with new NNX objects, and these objects."""
+    """Returns the batch, with NNX objects made from the arrays, and a tuple of these objects."""
     with nnx.merge_context() as context:
       objects = context.unflatten(self.graphdef, list(self.constants.arrays))
     unused = iter(objects)
@@ -82,7 +82,6 @@ def close(batch: _types.Batch) -> _types.Batch:
 
 
 def _is_nnx_object(node: _types.Tree) -> bool:
-  """Returns whether a node of a batch is a module, variable, metric or optimizer of NNX."""
   return isinstance(node, _NNX_OBJECT)
 
 
@@ -107,18 +106,18 @@ def close_all(batches: Any) -> Any:
 
 
 def user_batch(batch: _types.Batch) -> _types.Batch:
-  """Returns the batch that the user passed, made from the batch inside a step."""
+  """Returns the user's batch from a :class:`KeyedBatch` or :class:`ClosedBatch`, or as it is."""
   batch = batch.batch if isinstance(batch, KeyedBatch) else batch
   return batch.open()[0] if isinstance(batch, ClosedBatch) else batch
 
 
 def on_user_batch(function: _types.WeightFn | None) -> _types.WeightFn | None:
-  """Returns a function of the batch inside a step that calls `function` with the user's batch."""
+  """Returns a function that calls `function` with the :func:`user_batch` of its argument."""
   return None if function is None else lambda batch: function(user_batch(batch))
 
 
 def call_read_only(function: Callable[[_types.Batch], Any], closed: ClosedBatch) -> Any:
-  """Returns ``function(batch)``; raises ValueError if it changes an NNX object of the batch."""
+  """Returns ``function(batch)``; raises ValueError if `function` changes an NNX object in it."""
 
   def call(constants: _batches.Constants) -> tuple[Any, tuple[Any, ...], list[Any]]:
     batch, objects = dataclasses.replace(closed, constants=constants).open()
@@ -137,8 +136,8 @@ def call_read_only(function: Callable[[_types.Batch], Any], closed: ClosedBatch)
     for old, new in zip(jax.tree.leaves(closed.constants), jax.tree.leaves(arrays), strict=False)
   ]
   if not changed and any(replaced):
-    # `nnx.jit`, `nnx.remat` and the like copy all variables of their modules into new arrays, so
-    # only the traced program shows which variables change.
+    # `nnx.jit` and `nnx.remat` copy all variables of their modules into new arrays, so only the
+    # traced program shows which variables change.
     program = jax.make_jaxpr(arrays_after)(closed.constants)
     copied = _train_step.copied_inputs(program)
     paths = [

@@ -1,4 +1,4 @@
-"""BatchNorm statistics of an NNX model, estimated again for given params."""
+"""``estimate_batch_stats``: new BatchNorm statistics for the params of an NNX model."""
 
 from collections.abc import Callable, Iterable, Sequence
 import functools
@@ -25,23 +25,24 @@ def estimate_batch_stats(
 ) -> Any:
   """Estimates the statistics of a model's BatchNorms again, in one pass over batches.
 
-  Use it for params that training did not visit, such as averages, since the running statistics
-  belong to the params of the training. The new statistics are the exact means, over all batches, of
-  the batches' means and variances; running statistics are exponential averages, in which the last
-  batches count most. If a forward pass uses a BatchNorm several times, all uses count the same.
+  Use it for params that no training step has used, such as averaged params, since the running
+  statistics belong to the params of the training steps. The new statistics are the exact means,
+  over all batches, of the batches' means and variances, while running statistics are exponential
+  averages, in which the last batches count most. If a forward pass uses a BatchNorm several times,
+  all uses count the same.
 
-  The pass estimates the BatchNorms that a call of the model updates in its current mode; they
-  normalize by the batch. Frozen BatchNorms (``use_running_average=True``), and those that `only`
-  and `exclude` leave out, normalize by their running statistics and keep them. ``model.eval()``
-  freezes all BatchNorms, so call ``model.train()`` first, or name the BatchNorms to estimate by
-  `only`. All other layers are in evaluation mode, without dropout.
+  The pass estimates the BatchNorms that a call of the model would update in its current mode; these
+  BatchNorms normalize by the batch. Frozen BatchNorms (``use_running_average=True``), and those
+  that `only` and `exclude` leave out, normalize by their running statistics and keep them.
+  ``model.eval()`` freezes all BatchNorms, so call ``model.train()`` first, or name the BatchNorms
+  to estimate by `only`. All other layers are in evaluation mode, without dropout.
 
   Args:
     model: the model; it is not changed.
     batches: an iterable of trees of arrays from the training data. Use batches as large as in
-      training; each counts by its number of examples.
-    forward_fn: ``forward_fn(model, batch)`` calls the model; its result is not used. None:
-      ``model(batch)``.
+      training. A batch's weight in the means is its number of examples.
+    forward_fn: ``forward_fn(model, batch)`` calls the model; its result is not used. None: the pass
+      calls ``model(batch)``.
     weight_fn: a function from a batch to its number of examples. None: the length of the first axis
       of the batch's leaves.
     only: the BatchNorms to estimate, frozen or not, as regular expressions that match whole
@@ -52,8 +53,8 @@ def estimate_batch_stats(
 
   Returns:
     A copy of the model with the new statistics, in the modes (``train()``, ``eval()``) of `model`.
-    :class:`optax_boost.NoEffectWarning` names BatchNorms that no batch reaches, and patterns that
-    match no BatchNorm.
+    BatchNorms that a batch does not reach keep their statistics, and an
+    :class:`optax_boost.NoEffectWarning` names them and patterns that match no BatchNorm.
 
   Raises:
     ValueError: there is no batch; batches differ in structure; the forward pass updates no
@@ -83,7 +84,7 @@ def estimate_batch_stats(
     norm.is_chosen, norm.is_named = path in selection.paths, selection.named
     for name in _batch_stats.SUMS:
       setattr(norm, name, nnx.BatchStat(jnp.zeros_like(norm.mean[...])))
-  # As a `Partial`, calls with the same function and model structure share a compiled program.
+  # A `Partial`, so that calls with the same function and model structure share a compiled program.
   forward = jax.tree_util.Partial(forward_fn or operator.call)
   summarize_batch = jax.tree_util.Partial(_summarize_batch, forward, *nnx.split(working))
   statistics = {path: {"mean": n.mean[...], "var": n.var[...]} for path, n in norms.items()}
@@ -101,7 +102,7 @@ def _summarize_batch(
   chosen: Iterable[str],
   batch: _types.Batch,
 ) -> dict[str, _batch_stats.Statistics]:
-  """Returns a batch's statistics for each chosen BatchNorm, by the path of the BatchNorm."""
+  """Calls the model on a batch; returns the batch's statistics of chosen BatchNorms, by path."""
   model = nnx.merge(graphdef, state)
   forward_fn(model, _batch.user_batch(batch))
   norms = _model.modules(model, nnx.BatchNorm)
@@ -133,11 +134,11 @@ class _Averaging(nnx.BatchNorm):
       return super().__call__(x, use_running_average=True, **kwargs)
     running = self.mean[...], self.var[...]
     settings = self.momentum, self.axis_name
-    # With momentum 0 a call stores 0 * running + batch. Zeros replace the running statistics, since
-    # 0 * NaN is NaN.
+    # With momentum 0, a call stores 0 * running + batch. The running statistics are set to zero,
+    # since 0 * NaN would be NaN.
     self.mean[...], self.var[...] = map(jnp.zeros_like, running)
-    # Outside of the training's `shard_map` the mesh axis is unbound, and each device has the whole
-    # batch.
+    # Outside of the training's `shard_map`, the mesh axis is not bound. A mean over it is not
+    # needed, since each device has the whole batch.
     self.momentum, self.axis_name = 0.0, _mesh_axes.bound_axis(self.axis_name)
     out = super().__call__(x, use_running_average=False, **kwargs)
     self.momentum, self.axis_name = settings
@@ -150,5 +151,5 @@ class _Averaging(nnx.BatchNorm):
 
 @functools.cache
 def _averaging_class(kind: Any) -> type[nnx.BatchNorm]:
-  """Returns a subclass of `kind` in which ``super().__call__`` calls :class:`_Averaging`."""
+  """Returns a subclass of `kind` with :class:`_Averaging` between `kind` and ``nnx.BatchNorm``."""
   return _Averaging if kind is nnx.BatchNorm else type(kind)("Averaging", (kind, _Averaging), {})

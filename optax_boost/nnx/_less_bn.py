@@ -1,4 +1,4 @@
-"""Removes BatchNorms from a copy of an NNX model."""
+"""``less_bn``: removes BatchNorms from a copy of an NNX model."""
 
 import functools
 from typing import Any
@@ -12,9 +12,9 @@ from optax_boost.nnx import _model, _normalized_dense
 
 
 class RemovedBatchNorm(nnx.Module):
-  """Stands in for a removed BatchNorm; returns its input in the BatchNorm's dtype.
+  """Replaces a removed BatchNorm; returns its input in the BatchNorm's dtype.
 
-  If `traced_path` is set, a trace of the model shows the module under this path.
+  While the model is traced, `traced_path` is the BatchNorm's path, which marks the output.
   """
 
   dtype: _types.Dtype | None
@@ -38,33 +38,30 @@ def less_bn(
 ) -> Any:
   """Copies a model without the BatchNorms inside bottleneck branches, except each branch's last.
 
-  The place of a BatchNorm is read from a trace of the model, not from names. A residual block is an
-  addition whose two operands are computed from one earlier value; its branch is the operand with
-  more layers, its shortcut the other. As in MindSpore, the BatchNorms of the stem, of shortcuts and
+  A trace of the model shows where a BatchNorm is; names have no effect. A residual block ends in an
+  addition whose two operands are computed from one earlier value. The operand with more layers is
+  the branch, the other the shortcut. As in MindSpore, the BatchNorms of the stem, of shortcuts and
   of basic blocks (two layers) stay.
 
-  The copy has the model's weights, in new arrays. Removing BatchNorms changes the function; do it
-  before training, or very early. Restore a checkpoint of the copy into a copy that the same call
-  makes from a new model.
+  The copy has the model's weights, in new arrays. Removing BatchNorms changes the function, so do
+  it before training, or very early. To restore a checkpoint of the copy, repeat the call with a new
+  model, and restore into its result.
 
   Args:
     model: the model; it is not changed.
-    *args: the inputs of a call of the model, which is traced with them; ``jax.ShapeDtypeStruct``
-      is enough.
-    fn_flag: whether the last dense layer becomes a :class:`NormalizedDense` with the layer's kernel
-      and bias; its multiplier starts from 1.
-    predicate: whether to remove a BatchNorm, as a function of its place, which has a `path`, a
-      `role` (``"inner"`` and ``"last"`` of a residual branch, ``"shortcut"``, ``"outside"`` of all
-      blocks) and `layers`, the number of the branch's layers. None: removes inner BatchNorms of
-      branches with at least three layers. ``lambda place: place.role == "inner"`` also removes
-      those of basic blocks.
-    on_plan: a function that is called with the plan, which has `removed`, the paths of the removed
-      BatchNorms, `head`, the path of the normalized layer or None, and `norms`, the number of
-      BatchNorms in the model. None: not called.
-    **kwargs: the keyword arguments of the call.
-
-  Returns:
-    A model of the same class.
+    *args: the inputs with which the model is traced; they may be abstract
+      (``jax.ShapeDtypeStruct``).
+    fn_flag: whether the last dense layer becomes a :class:`NormalizedDense` with the same kernel
+      and bias, and with the multiplier 1.
+    predicate: ``predicate(place)`` returns whether to remove a BatchNorm. ``place.path`` is its
+      path, ``place.role`` is ``"inner"`` or ``"last"`` in a residual branch, ``"shortcut"``, or
+      ``"outside"`` of all blocks, and ``place.layers`` is the number of layers in the branch. None:
+      removes inner BatchNorms of branches with at least three layers. ``lambda place: place.role ==
+      "inner"`` also removes inner BatchNorms of basic blocks.
+    on_plan: a function that is called with the plan: ``plan.removed`` are the paths of the removed
+      BatchNorms, ``plan.head`` is the path of the normalized layer or None, and ``plan.norms`` is
+      the number of BatchNorms in the model.
+    **kwargs: the keyword inputs with which the model is traced.
 
   Raises:
     ValueError: there are no inputs.
@@ -97,7 +94,7 @@ def less_bn(
 
 
 def _remove(norm: Any, traced_path: str | None = None) -> None:
-  """Turns a BatchNorm into a :class:`RemovedBatchNorm`, in all places that refer to it."""
+  """Turns a BatchNorm into a :class:`RemovedBatchNorm` in place."""
   norm.__class__ = RemovedBatchNorm
   norm.traced_path = traced_path
   for name, value in list(vars(norm).items()):

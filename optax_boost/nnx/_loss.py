@@ -1,4 +1,4 @@
-"""The loss of an NNX model as a pure function ``loss(params, model_state, batch, rng)``."""
+"""``split_loss``: the loss of an NNX model as a pure function of params, model state and batch."""
 
 from typing import Any
 
@@ -10,9 +10,8 @@ from optax_boost._foundation import _checks, _paths, _tree_checks, _types
 from optax_boost._trace import _layer_axes, _losses
 from optax_boost.nnx import _batch, _model
 
-# The seed of the key of ``refresh``, a pass over all data. Dropout masks still differ from pass to
-# pass, since the key only moves the model's own rng streams, whose counts have changed since the
-# last pass.
+# The seed of the key of a pass over all data. The dropout masks of two passes still differ: the key
+# is added to the counts of the model's rng streams, and these counts have changed between passes.
 PASS_SEED = 0
 
 
@@ -27,19 +26,18 @@ def split_loss(
   each step.
 
   Args:
-    loss_fn: ``loss_fn(model, batch)``; may be any function of a model, such as an evaluation.
+    loss_fn: ``loss_fn(model, batch)``, or any function of a model and a batch, as for evaluation.
     model: the model; it is not changed.
     wrt: the filter of the trained variables, as in ``nnx.Optimizer``.
 
   Returns:
     ``(loss, params, model_state)``. ``loss(params, model_state, batch)`` returns the output of
-    `loss_fn` and the new `model_state`, a dict of all variables that are not trained. It accepts
-    the variables of any model of the same structure. Dropout draws from the model's own rng
-    streams; a key as a fourth argument moves these streams.
+    `loss_fn` and the new `model_state`, a dict of all variables that are not trained. The loss
+    accepts the variables of any model of the same structure. Dropout draws from the model's own rng
+    streams; with a key as fourth argument of the loss, the streams draw other numbers.
 
   Raises:
-    TypeError: an argument is of the wrong kind.
-    ValueError: when traced: the forward pass creates, removes or reshapes variables.
+    ValueError: when the loss is traced, if the forward pass creates, removes or reshapes variables.
 
   Examples:
     >>> from flax import nnx
@@ -73,22 +71,23 @@ def pure_loss(
   has_key: bool = False,
   may_change: bool = True,
 ) -> _types.LossFn:
-  """Turns ``loss_fn(model, batch[, rng])`` into a pure loss that also returns the new state.
+  """Turns ``loss_fn(model, batch[, rng])`` into a pure loss that also returns the model state.
 
-  If `may_change`, the state also holds a structure that the forward pass has changed, for
-  :func:`_model.write`; else new and removed variables are refused, and new attributes are dropped.
+  With `may_change`, the forward pass may change the model's structure, and the model state then
+  holds the new structure for :func:`_model.write`. Otherwise new and removed variables are refused,
+  and new attributes are dropped. If `has_key`, `loss_fn` gets the key of the pure loss.
   """
 
   # `race` passes a key only to losses with a parameter called `rng` or `key`. This loss has none,
-  # since a model has its own rng streams; a key as a fourth argument moves these streams.
+  # since the model has its own rng streams.
   def loss(
     params: _types.Params, model_state: _model.Collections, batch: _types.Batch, *keys: jax.Array
   ) -> tuple[Any, Any]:
     moves_streams = bool(keys) and not isinstance(batch, _batch.KeyedBatch)
     batch = _batch.close(batch.batch if isinstance(batch, _batch.KeyedBatch) else batch)
 
-    # Each call makes a new model, and the changes of its forward pass (statistics, rng counts) are
-    # read from that model. So a trial point of a line search changes nothing.
+    # Each call makes a new model, and its forward pass changes (statistics, rng counts) only that
+    # model. So a trial point of a line search changes nothing.
     def forward(batch: _types.Batch) -> Any:
       def call(roots: _model.Roots) -> Any:
         if moves_streams:
@@ -112,7 +111,6 @@ def pure_loss(
 
 
 def _check_trained(before: _types.Params, after: _types.Params) -> None:
-  """Raises ValueError if the forward pass creates, removes or reshapes trained variables."""
   if _tree_checks.same_shapes(before, after):
     return
   changed = {
@@ -128,7 +126,6 @@ def _check_trained(before: _types.Params, after: _types.Params) -> None:
 
 
 def _check_untrained(before: _model.Collections, after: _model.Collections) -> None:
-  """Raises ValueError if the forward pass creates or removes variables that are not trained."""
   changed = {*_paths.leaf_paths(before)} ^ {*_paths.leaf_paths(after)}
   if changed:
     raise ValueError(

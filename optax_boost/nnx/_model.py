@@ -1,7 +1,7 @@
-"""An NNX model taken apart into a structure and arrays, and put together again.
+"""Splits an NNX model into a structure and arrays, and merges them.
 
-`roots` are the model and, if a step is called with rngs, these rngs, which may share streams with
-the model.
+`roots` is a tuple of the model and, if a step is called with ``nnx.Rngs``, of these rngs. They are
+split together, since rngs may share streams with the model.
 """
 
 from collections.abc import Callable
@@ -13,10 +13,9 @@ import jax.numpy as jnp
 
 from optax_boost._foundation import _checks, _types
 
-# Flax before 0.12.7 has `nnx.as_pure` as `nnx.pure`, a name of which later versions warn.
+# In Flax before 0.12.7, `nnx.as_pure` is called `nnx.pure`; later versions deprecate that name.
 as_pure = nnx.as_pure if hasattr(nnx, "as_pure") else nnx.pure
 
-# Generators of random numbers, which a step or a loss may take besides its model.
 RNG_TYPES = (nnx.Rngs, nnx.RngStream)
 
 # What a step trains: an NNX module, or a tree of modules and variables.
@@ -25,21 +24,21 @@ _Module = TypeVar("_Module", bound=nnx.Module)
 # A filter of variables, as ``nnx.state`` takes it.
 Filter: TypeAlias = Any
 Roots: TypeAlias = tuple[Any, ...]
-# The arrays of each root that are not trained, by the root's name in `_ROOT_NAMES`.
+# For each root, by its name in `_ROOT_NAMES`, the arrays that are not trained.
 Collections: TypeAlias = dict[str, Any]
 
-# `hold_frozen_statistics` recognizes the model's statistics by the name "batch_stats".
+# The model's name is "batch_stats", since `hold_frozen_statistics` drops this name from paths.
 _ROOT_NAMES = ("batch_stats", "rngs")
-# The key of the collections under which `with_structure` stores a structure that a forward pass has
-# changed. The structure is a tree without leaves, so each compiled program returns its own.
+# The key in the collections under which `with_structure` stores a changed structure of the model.
+# The structure is a pytree without leaves, so each compiled program returns its own.
 _STRUCTURE = "structure"
-# Names the Flax contexts that identify the same objects before and after a forward pass.
+# The name of the Flax contexts that match the objects before and after a forward pass.
 _FORWARD_CONTEXT = "optax_boost"
 
 
 def split(wrt: Filter, *roots: Any) -> tuple[nnx.GraphDef, _types.Params, Collections]:
   """Returns the structure of roots, the model's trained arrays by path, and all other arrays."""
-  # `nnx.split` depends on the mode that the user has set; this context is always the graph mode.
+  # `nnx.split` uses the mode that the user has set, but this context always uses graph mode.
   with nnx.split_context() as context:
     return _split_in(context, wrt, roots)
 
@@ -47,10 +46,7 @@ def split(wrt: Filter, *roots: Any) -> tuple[nnx.GraphDef, _types.Params, Collec
 def _split_in(
   context: Any, wrt: Filter, roots: Roots
 ) -> tuple[nnx.GraphDef, _types.Params, Collections]:
-  """Splits the model and the rngs in `roots` inside an ``nnx.split_context``.
-
-  Returns what :func:`split` returns.
-  """
+  """Returns what :func:`split` returns; `context` is an ``nnx.split_context``."""
   selects = nnx.filterlib.to_predicate(wrt)
   graphdef, params, untrained = context.split(
     roots, lambda path, value: path[0] == 0 and selects(path[1:], value), ...
@@ -63,7 +59,7 @@ def _split_in(
 
 
 def merge(graphdef: nnx.GraphDef, params: _types.Params, collections: Collections) -> Roots:
-  """Returns new roots, the model and perhaps rngs, made from the results of :func:`split`."""
+  """Returns new roots, made from the results of :func:`split`."""
   return nnx.merge(graphdef, *_states(params, collections))
 
 
@@ -74,7 +70,7 @@ def call(
   params: _types.Params,
   collections: Collections,
 ) -> tuple[Any, nnx.GraphDef, _types.Params, Collections]:
-  """Calls ``function(roots)`` with new roots; returns the output, then the :func:`split` roots."""
+  """Calls ``function(roots)`` with new roots; returns its output, then the roots' :func:`split`."""
   with nnx.update_context(_FORWARD_CONTEXT):
     with nnx.merge_context(_FORWARD_CONTEXT, inner=True) as context:
       roots = context.merge(graphdef, *_states(params, collections))
@@ -86,16 +82,13 @@ def call(
 def with_structure(
   collections: Collections, before: nnx.GraphDef, after: nnx.GraphDef
 ) -> Collections:
-  """Returns the collections, with the structure `after` a forward pass if it is a new structure."""
+  """Returns the collections, with the structure `after` a forward pass if it is not `before`."""
   is_changed = after.with_no_outer_index() != before
   return {**collections, _STRUCTURE: after} if is_changed else collections
 
 
 def write(params: _types.Params, collections: Collections, *roots: Any) -> None:
-  """Writes arrays from :func:`split` into the roots, and the structure if the collections have it.
-
-  A structure that the forward pass has changed is written, too, as ``nnx.jit`` does.
-  """
+  """Writes arrays into the roots in place, and a structure that :func:`with_structure` stored."""
   if _STRUCTURE not in collections:
     nnx.update(roots, *_states(params, collections))
     return
@@ -121,13 +114,13 @@ def _as_dict(tree: _types.Tree) -> _types.Tree:
 
 
 def advance(roots: Roots, by: jax.Array) -> None:
-  """Adds `by` to the counts of all rng streams in place, so that they draw other numbers."""
+  """Adds `by` to the counts of all rng streams in place; the streams then draw other numbers."""
   counts = nnx.state(roots, nnx.RngCount)
   nnx.update(roots, jax.tree.map(lambda count: count + by.astype(count.dtype), counts))
 
 
 def copy(model: _Module) -> _Module:
-  """Copies a model and its arrays, so that a step can donate the arrays of either."""
+  """Copies a model and its arrays; a step can then donate the arrays of one of the two models."""
   graphdef, state = nnx.split(model)
   copied = jax.tree.map(lambda x: jnp.array(x) if isinstance(x, jax.Array) else x, state)
   return nnx.merge(graphdef, copied)

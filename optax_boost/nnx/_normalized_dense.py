@@ -1,4 +1,4 @@
-"""The normalized head for Flax NNX."""
+"""``NormalizedDense`` for Flax NNX."""
 
 from typing import Any
 
@@ -22,8 +22,8 @@ class NormalizedDense(nnx.Linear):
   Args:
     in_features: the size of the inputs' last axis.
     out_features: the number of outputs.
-    multiplier_init: initializer of the multiplier. Raising it sharpens a classifier from the start;
-      with 1, training must learn the multiplier.
+    multiplier_init: initializer of the multiplier. Raising it sharpens a classifier from the start.
+      If it is 1, training must find the multiplier.
     eps: the smallest squared norm to divide by.
     rngs: the rngs.
     **options: as for ``nnx.Linear``: `use_bias` (the multiplier scales the bias, too), `dtype`,

@@ -19,25 +19,24 @@ from optax_boost.nnx import _batch, _loss, _model
 
 # The source of a loss's random numbers.
 Rng: TypeAlias = jax.Array | nnx.Rngs | nnx.RngStream
-# The rngs of a call: an empty tuple, or a tuple with an `nnx.Rngs` or one of its streams.
+# The rngs of a call: an empty tuple, or a tuple of one entry.
 _Rngs: TypeAlias = tuple[nnx.Rngs | nnx.RngStream, ...]
-# The sharding of each array of the state.
+# What `_train_step.placement` returns.
 _Placement: TypeAlias = tuple[jax.sharding.NamedSharding | None, ...]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
-# Names the Flax contexts that identify model, optimizer and rngs before and after a step.
+# The name of the Flax contexts that match model, optimizer and rngs before and after a step.
 _STEP_CONTEXT = "optax_boost.step"
 
 
 @dataclasses.dataclass
 class _Training:
-  """The data that a step keeps between its calls with one optimizer.
+  """What a step remembers between its calls with one optimizer.
 
   Attributes:
-    tx: the optimizer's transformation when the step checked it last.
-    placement: the shardings of the training's arrays.
-    depths: reads how many groups the next step freezes.
+    tx: the optimizer's transformation at the last check of the optimizer.
+    placement: the shardings that a step must keep.
     outputs: the arrays that the last call returned, in the order of Flax's flattening.
   """
 
@@ -67,7 +66,7 @@ class TrainStep:
     rngs, settings, steps = self._prepare(model, optimizer, batch, rng)
     training = self._trainings[optimizer]
     try:
-      # This does what `nnx.jit` does, but donates only arrays that nothing else holds.
+      # Like `nnx.jit`, but donates only arrays to which nothing else refers.
       with nnx.update_context(_STEP_CONTEXT):
         with nnx.split_context(_STEP_CONTEXT) as context:
           graphdef, arrays = context.flatten((model, optimizer, rngs), with_paths=False)
@@ -95,8 +94,8 @@ class TrainStep:
   ) -> None:
     """Renews the snapshot of ``svrg`` in the optimizer with one pass over the data.
 
-    The arguments are those of :meth:`optax_boost.TrainStep.refresh`. The pass does not change the
-    model or `rng`. Dropout draws new masks for each batch.
+    Does not change the model or `rng`. Dropout draws new masks for each batch. See
+    :meth:`optax_boost.TrainStep.refresh` for the other arguments.
     """
     computation, state, key = self._checked_state(model, optimizer, rng)
     batches = _batch.close_all(batches)
@@ -115,11 +114,7 @@ class TrainStep:
     batches: Iterable[_types.Batch],
     rng: Rng | None = None,
   ) -> concurrent.futures.Future[None]:
-    """Compiles the step in the background for batches of other shapes, while training goes on.
-
-    Returns a future, as :meth:`optax_boost.TrainStep.compile_ahead` does. The model, the optimizer
-    and `rng` are not changed.
-    """
+    """Compiles the step for other batches, like :meth:`optax_boost.TrainStep.compile_ahead`."""
     programs = [self.lower(model, optimizer, batch, rng) for batch in batches]
     return _train_step.compile_programs(programs)
 
@@ -130,10 +125,7 @@ class TrainStep:
     batch: _types.Batch,
     rng: Rng | None = None,
   ) -> jax.stages.Lowered:
-    """Lowers the step for inspection, like ``jax.jit(...).lower``; changes nothing.
-
-    The arguments are those of a step; the batch may be abstract.
-    """
+    """Lowers the step, like ``jax.jit(...).lower``; changes nothing. The batch may be abstract."""
     rngs, settings, _ = self._prepare(model, optimizer, batch, rng)
     with nnx.update_context(_STEP_CONTEXT):
       with nnx.split_context(_STEP_CONTEXT) as context:
@@ -145,12 +137,12 @@ class TrainStep:
   ) -> tuple[_Rngs, tuple[Any, ...], int]:
     """Checks an optimizer at its first call, and gives its state the dtypes that a step returns.
 
-    Returns the rngs, the arguments of :meth:`_step` after the arrays, and the number of steps for
-    which the number of frozen groups can't change.
+    Returns the rngs, the arguments of :meth:`_step` after `arrays`, and for how many steps the
+    number of frozen groups can't change.
     """
     rngs, key = _split_rng(rng)
     is_new = not isinstance(optimizer, nnx.Optimizer) or optimizer not in self._trainings
-    # Compares values, since Flax 0.11 makes a new tuple `tx` in each call.
+    # `!=` instead of `is not`, since Flax 0.11 makes a new tuple `tx` in each call.
     if is_new or self._trainings[optimizer].tx != optimizer.tx:
       state = self._checked_state(model, optimizer, rng)[1]
       if not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(state)):
@@ -178,7 +170,7 @@ class TrainStep:
     with nnx.merge_context(_STEP_CONTEXT, inner=True) as context:
       model, optimizer, rngs = context.unflatten(graphdef, arrays)
     computation, state = self._split(model, optimizer, rngs, key)
-    # If the structure of the model has changed since its first call, the shardings don't fit.
+    # If the model's structure has changed since its first call, the shardings don't fit.
     if len(placement) != len(jax.tree.leaves(state)):
       placement = ()
     if key is not None:
@@ -195,10 +187,7 @@ class TrainStep:
   def _split(
     self, model: _model.Model, optimizer: nnx.Optimizer, rngs: _Rngs, key: jax.Array | None
   ) -> tuple[_train_step.StepComputation, _train_step.TrainState]:
-    """Returns the step as a computation on arrays, and the train state that it steps.
-
-    The train state holds the arrays of `model`, `rngs` and `optimizer`.
-    """
+    """Returns the step as a computation on arrays, and a train state with the arrays."""
     graphdef, params, model_state = _model.split(optimizer.wrt, model, *rngs)
     loss_fn = _loss.pure_loss(
       self._computation.loss_fn, graphdef, optimizer.wrt, has_key=key is not None
@@ -227,10 +216,11 @@ class TrainStep:
 
 
 def _copy_shared(arrays: list[Any], outputs: Sequence[weakref.ref[jax.Array]]) -> list[Any]:
-  """Returns the arrays of a step, with copies of those that the step may not donate.
+  """Returns the arrays of a step, with copies of the arrays that the step must not donate.
 
-  A step may donate an array that its last call returned if only one NNX variable refers to it, and
-  no clone, other model or user. Empties `arrays`, since this list would count as a reference.
+  A step donates an array only if the step's last call returned it (`outputs`), and if it has one
+  reference: no clone, other model or variable of the user holds it. Empties `arrays`, since this
+  list would be a second reference.
   """
   leaves, structure = jax.tree.flatten(arrays)
   arrays.clear()
@@ -243,8 +233,8 @@ def _copy_shared(arrays: list[Any], outputs: Sequence[weakref.ref[jax.Array]]) -
       continue
     if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer):
       continue
-    # All processes must take part in copying an array that spans processes, but perhaps only one of
-    # them found a second reference. So such an output is not copied.
+    # An output that spans processes is not copied: all processes would have to copy it, but perhaps
+    # only one of them has found a second reference.
     if not is_output or leaf.is_fully_addressable:
       leaves[i] = jnp.array(leaf)
   return jax.tree.unflatten(structure, leaves)
@@ -261,7 +251,7 @@ def _write_state(state: _train_step.TrainState, optimizer: nnx.Optimizer) -> Non
 
 
 def _split_rng(rng: Any) -> tuple[_Rngs, jax.Array | None]:
-  """Splits the argument `rng` of a call into a tuple of rngs and a key; () and None if absent."""
+  """Returns the argument `rng` as ``(rngs, key)``: ``((rng,), None)`` or ``((), rng)``."""
   if isinstance(rng, _model.RNG_TYPES):
     return (rng,), None
   if not (rng is None or hasattr(rng, "dtype")):
@@ -273,7 +263,7 @@ def _split_rng(rng: Any) -> tuple[_Rngs, jax.Array | None]:
 
 
 def _with_keywords_of(core: Callable[..., Any], *without: str) -> Callable[[_Function], _Function]:
-  """Returns a decorator that shows the keywords of `core` in place of a function's ``**options``.
+  """Returns a decorator that replaces ``**options`` in a signature by the keywords of `core`.
 
   The signature lacks the keywords in `without`, and ``*args``, which the function always refuses.
   """
@@ -296,45 +286,46 @@ def _with_keywords_of(core: Callable[..., Any], *without: str) -> Callable[[_Fun
 
 @_with_keywords_of(_train_step.make_train_step, "has_model_state")
 def make_train_step(loss_fn: _types.LossFn, *_optimizers: Any, **options: Any) -> TrainStep:
-  """Makes a jitted train step for NNX: :func:`optax_boost.make_train_step` for models.
+  """Makes a jitted train step for NNX models, like :func:`optax_boost.make_train_step`.
 
-  Statistics and rng counts are updated by the forward pass at the current params. The trial points
-  of a line search use the same dropout masks and change nothing.
+  The forward pass at the current params updates statistics and rng counts. The trial points of a
+  line search use the same dropout masks and change nothing.
 
-  All other writes of the forward pass take effect as with ``nnx.jit``. If it writes trained
-  variables (``nnx.WeightNorm``, weight clipping), the update is added to the written values. The
-  model keeps variables that the forward pass creates, such as ``sow``'s, and attributes that it
-  sets. The next step then compiles again, so pop intermediates after the step or in the loss.
+  Other writes of the forward pass take effect as with ``nnx.jit``. If the forward pass writes
+  trained variables (``nnx.WeightNorm``, weight clipping), the update is added to the written
+  values. If it creates variables (``sow``) or sets attributes, the model keeps them, and the next
+  step compiles again. So pop intermediates after the step or in the loss.
 
   Args:
     loss_fn: ``loss_fn(model, batch)``, or ``loss_fn(model, batch, rng)`` if the step is called with
       a key or with ``nnx.Rngs``. Returns the scalar loss, or ``(loss, aux)``. Pass a second model
       (a teacher, the other half of a GAN) in the batch, as a module or an ``nnx.State``; each step
-      reads its current values. The loss must not change it, so put it into evaluation mode.
-    **options: the keywords of :func:`optax_boost.make_train_step` except `has_model_state`.
-      `full_grad_fn` is always called as ``full_grad_fn(grad_fn, params, rng=key)``, with
-      ``grad_fn(params, batch, key)`` for pure trees of params. The key moves all rng streams, and a
-      loss that takes a key gets it.
+      reads its current values. The loss must not change the second model, so put it into evaluation
+      mode.
+    **options: the keywords of :func:`optax_boost.make_train_step` except `has_model_state`. The
+      step always calls ``full_grad_fn(grad_fn, params, rng=key)``, and ``grad_fn(params, batch,
+      key)`` takes pure trees of params. The key moves all rng streams, and a loss that takes a key
+      gets it.
 
   Returns:
-    The step, called as ``metrics = step(model, optimizer, batch)`` or ``metrics = step(model,
-    optimizer, batch, rng)``, which updates model and optimizer in place. The step donates
-    the old arrays of both if its last call made them and nothing else holds them; it copies arrays
-    that a clone, another model or a variable of yours holds. `rng` is a key, into which the step
-    folds its number (``optimizer.step``); or ``nnx.Rngs`` or one of its streams, whose counts the
-    step moves by the draws of one forward pass.
+    The step, which updates model and optimizer in place. Call ``metrics = step(model, optimizer,
+    batch)`` or ``metrics = step(model, optimizer, batch, rng)``. `rng` is a key, into which the
+    step folds ``optimizer.step``; or ``nnx.Rngs`` or one of its streams, whose counts grow by the
+    draws of one forward pass.
+    The step donates the old arrays of model and optimizer if its last call made them and nothing
+    else refers to them. It copies arrays that a clone, another model or a variable of yours holds.
     ``step.refresh(model, optimizer, batches)``, ``step.lower(model, optimizer, batch)`` and
     ``step.compile_ahead(model, optimizer, batches)`` do what they do in
     :class:`optax_boost.TrainStep`. One step can train any number of models, in turns or in several
-    threads at once, but two threads must not train the same model. Values and structure of model
-    and optimizer may change between steps.
+    threads, but two threads must not train the same model. Values and structure of model and
+    optimizer may change between steps.
 
   Raises:
-    TypeError: an argument is of the wrong kind. When traced: the loss returns neither a
-      scalar nor ``(loss, aux)``.
-    ValueError: when called: the optimizer was made for another model, or its filter selects no
-      variable of this model. When traced: the loss creates, removes or reshapes trained variables,
-      or changes an NNX object of the batch.
+    TypeError: an argument is of the wrong kind; or, when traced, the loss returns neither a scalar
+      nor ``(loss, aux)``.
+    ValueError: the optimizer was made for another model, or its filter selects no variable of this
+      model; or, when traced, the loss creates, removes or reshapes trained variables, or changes an
+      NNX object of the batch.
 
   Examples:
     >>> from flax import nnx
@@ -370,7 +361,7 @@ def make_train_step(loss_fn: _types.LossFn, *_optimizers: Any, **options: Any) -
     )
   if callable(weight := options.get("weight")):
     options["weight"] = _batch.on_user_batch(weight)
-  # Each call replaces `optax.identity()` by the transformation of its optimizer.
+  # Each call of the step replaces `optax.identity()` by its optimizer's transformation.
   step = _train_step.make_train_step(loss_fn, optax.identity(), **options)
   computation = dataclasses.replace(step.computation, has_model_state=True)
   return TrainStep(computation, options.get("donate", True))
