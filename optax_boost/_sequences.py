@@ -27,7 +27,11 @@ from optax_boost._foundation import _checks, _paths, _patterns, _types
 
 # A train step is compiled for each length.
 _MOST_LENGTHS = 5
-_FIRST_SHARE = 8
+# Sequences of 256 tokens and more begin at L / 16 and quadruple, shorter ones begin at L / 8 and
+# double. Long ones learned more so in the same time, short ones less (long_levels_evidence.md).
+_LONG = 256
+_FACTOR, _FIRST_SHARE = 2, 8
+_LONG_FACTOR, _LONG_FIRST_SHARE = 4, 16
 # How a leaf of a batch is cut; the docstring of `cut_sequences` explains the values.
 LeafAxes: TypeAlias = int | tuple[int, int] | Literal["positions", "repeat", "keep"]
 _WORDS = ("positions", "repeat", "keep")
@@ -94,10 +98,14 @@ def sequence_length_warmup(
   total_steps: int,
   *,
   first_length: int | None = None,
+  factor: int | None = None,
   warmup_fraction: float = 0.5,
   growth: Literal["linear", "doubling"] = "linear",
 ) -> LengthSchedule:
-  r"""Makes a schedule of sequence lengths that at least double until they are full.
+  r"""Makes a schedule of sequence lengths that grow by a factor until they are full.
+
+  Sequences of 256 tokens and more have the lengths L / 16, L / 4 and L; shorter ones have L / 8,
+  L / 4, L / 2 and L, since shorter windows would show them too little context.
 
   With ``growth="linear"``, a length :math:`l_i` begins at the share
   :math:`(l_i - l_1) / (L - l_1)` of the warm-up, when a length that grows linearly from :math:`l_1`
@@ -108,8 +116,12 @@ def sequence_length_warmup(
     full_length: the full sequence length L: the number of tokens of a sequence that a loss
       predicts, which is one less than the number of tokens that the loss reads.
     total_steps: the number of optimizer steps of the training.
-    first_length: the first length, a divisor of L and at least L / 16. Lowering it makes the first
-      steps cheaper, with less context. None: the smallest divisor of L that is at least L / 8.
+    first_length: the first length, a divisor of L. Lowering it makes the first steps cheaper, with
+      less context. None: the smallest divisor of L that is at least L / 16, or L / 8 if `factor` is
+      2 or 3.
+    factor: by how much lengths grow, >= 2: the next length is the smallest divisor of L that is at
+      least `factor` times the last one. Raising it leaves out lengths, so fewer programs are
+      compiled. None: 4 from 256 tokens on, else 2.
     warmup_fraction: the share of the steps before L is reached, > 0 and < 1. Raising it makes the
       training cheaper, and leaves fewer steps to learn from long contexts: with 0.75, the last half
       of learned positions is trained too little.
@@ -129,6 +141,8 @@ def sequence_length_warmup(
     ((16, 32, 64, 128), (0, 71, 214, 500))
     >>> schedule(100)
     32
+    >>> optax_boost.sequence_length_warmup(1024, total_steps=1000).lengths
+    (64, 256, 1024)
 
   References:
     Li, Zhang & He, `arXiv:2108.06084 <https://arxiv.org/abs/2108.06084>`_; Zhu et al.,
@@ -138,24 +152,29 @@ def sequence_length_warmup(
     _checks.check_whole_number(name, value, static=True)
   _checks.check_number("warmup_fraction", warmup_fraction, positive=True, below=1.0)
   _checks.check_name("growth", growth, ("linear", "doubling"))
+  if factor is None:
+    factor = _LONG_FACTOR if full_length >= _LONG else _FACTOR
+  _checks.check_whole_number("factor", factor, minimum=2, static=True)
   divisors = [n for n in range(1, full_length + 1) if full_length % n == 0]
   if first_length is None:
-    first_length = next(n for n in divisors if _FIRST_SHARE * n >= full_length)
+    share = _LONG_FIRST_SHARE if factor >= _LONG_FACTOR else _FIRST_SHARE
+    first_length = next(n for n in divisors if share * n >= full_length)
     if first_length == full_length:
       raise ValueError(
-        f"`full_length` must have a divisor from {math.ceil(full_length / _FIRST_SHARE)} to"
+        f"`full_length` must have a divisor from {math.ceil(full_length / share)} to"
         f" {full_length // 2}, the first length; got {full_length}. Take sequences whose length is"
-        " a multiple of 8, with one token more if the loss cuts one off."
+        f" a multiple of {share}, with one token more if the loss cuts one off."
       )
   _check_length("first_length", first_length, full_length)
-  if first_length * 2 ** (_MOST_LENGTHS - 1) < full_length or first_length == full_length:
+  least = math.ceil(full_length / factor ** (_MOST_LENGTHS - 1))
+  if not least <= first_length < full_length:
     raise ValueError(
-      f"`first_length` must be below `full_length` {full_length}, and at least a sixteenth of it;"
-      f" got {first_length}."
+      f"`first_length` must be below `full_length` {full_length}, and at least {least} for at most"
+      f" {_MOST_LENGTHS} lengths; got {first_length}."
     )
   lengths = [first_length]
   while lengths[-1] < full_length:
-    lengths.append(next(n for n in divisors if n >= 2 * lengths[-1]))
+    lengths.append(next((n for n in divisors if n >= factor * lengths[-1]), full_length))
   scale = (lambda n: n) if growth == "linear" else math.log
   span = scale(full_length) - scale(first_length)
   shares = [warmup_fraction * (scale(n) - scale(first_length)) / span for n in lengths]

@@ -32,19 +32,33 @@ def test_a_length_begins_when_the_growing_length_reaches_it(full, first, growth,
   assert schedule(round(fraction * steps)) == full == schedule(10**9)
 
 
-@pytest.mark.parametrize("full", [8, 20, 90, 100, 128, 1000, 4096, 4320])
-def test_lengths_divide_the_full_length_and_at_least_double(full):
-  for first in [None, *(n for n in range(1, full) if full % n == 0 and 16 * n >= full)]:
-    lengths = sequence_length_warmup(full, 10_000, first_length=first).lengths
+@pytest.mark.parametrize("full", [8, 20, 90, 100, 128, 256, 1000, 4096, 4320])
+@pytest.mark.parametrize("factor", [2, 3, 4, 7])
+def test_a_length_is_the_least_divisor_that_has_grown_by_the_factor(full, factor):
+  for first in [None, *(n for n in range(1, full) if full % n == 0 and factor**4 * n >= full)]:
+    lengths = sequence_length_warmup(full, 10_000, first_length=first, factor=factor).lengths
+    assert lengths[0] == first or first is None
     assert lengths[-1] == full
     assert 2 <= len(lengths) <= 5
-    assert all(full % n == 0 for n in lengths)
-    assert all(b >= 2 * a for a, b in itertools.pairwise(lengths))
+    for last, length in itertools.pairwise(lengths):
+      assert full % length == 0
+      assert not [n for n in range(factor * last, length) if full % n == 0]
+      assert length >= factor * last or length == full
 
 
-def test_the_first_length_is_the_least_divisor_from_an_eighth_on():
-  for full in (128, 100, 90, 12, 1000):
-    expected = next(n for n in range(math.ceil(full / 8), full) if full % n == 0)
+def test_long_sequences_quadruple_from_a_sixteenth_and_short_ones_double_from_an_eighth():
+  lengths = {
+    100: (20, 50, 100), 128: (16, 32, 64, 128), 255: (51, 255), 256: (16, 64, 256),
+    300: (20, 100, 300), 512: (32, 128, 512), 1024: (64, 256, 1024), 4096: (256, 1024, 4096),
+  }  # fmt: skip
+  assert {full: sequence_length_warmup(full, 1000).lengths for full in lengths} == lengths
+  assert sequence_length_warmup(512, 1000, factor=2).lengths == (64, 128, 256, 512)
+  assert sequence_length_warmup(128, 1000, factor=4).lengths == (8, 32, 128)
+
+
+def test_the_first_length_is_the_least_divisor_from_an_eighth_or_a_sixteenth_on():
+  for full, share in {128: 8, 100: 8, 90: 8, 12: 8, 1000: 16, 270: 16}.items():
+    expected = next(n for n in range(math.ceil(full / share), full) if full % n == 0)
     assert sequence_length_warmup(full, 1000).lengths[0] == expected
 
 
@@ -74,7 +88,10 @@ BAD = [
   (dict(full_length=128.0), TypeError, "`full_length`"),
   (dict(total_steps=0), ValueError, "`total_steps`"),
   (dict(first_length=24), ValueError, "`first_length` must divide the full length 128.*got 24"),
-  (dict(first_length=4), ValueError, "at least a sixteenth of it; got 4"),
+  (dict(full_length=257), ValueError, r"divisor from 17 to 128.*got 257.*multiple of 16"),
+  (dict(first_length=4), ValueError, "at least 8 for at most 5 lengths; got 4"),
+  (dict(factor=1), ValueError, "`factor`"),
+  (dict(factor=2.0), TypeError, "`factor`"),
   (dict(first_length=128), ValueError, "`first_length` must be below `full_length` 128"),
   (dict(warmup_fraction=0.0), ValueError, "`warmup_fraction`"),
   (dict(warmup_fraction=1.0), ValueError, "`warmup_fraction`"),

@@ -77,6 +77,7 @@ KINDS: dict[str | tuple[str, str], Kind] = {
   "max_depths": kinds.count(2, static=True),
   **dict.fromkeys(("sequence_length", "full_length", "first_length"), kinds.count(static=True)),
   "length": kinds.count(static=True),
+  ("sequence_length_warmup", "factor"): kinds.count(2, static=True),
   "warmup_fraction": _OPEN,
   "axes": Kind(kinds.all_but("None", "dict")),
   ("fixed_freezing", "frozen_groups"): kinds.count(0, static=True),
