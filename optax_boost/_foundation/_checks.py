@@ -1,4 +1,4 @@
-"""Checks of the arguments that users pass to factories, and functions that write the messages."""
+"""Checks of the arguments that users pass to factories."""
 
 from collections.abc import Sequence
 import inspect
@@ -14,7 +14,7 @@ import optax
 
 from optax_boost._foundation import _types
 
-# The largest int32. Counters on the device are int32, so no larger count is allowed.
+# The largest int32: counters on the device are int32.
 LARGEST_COUNT = 2**31 - 1
 
 
@@ -53,9 +53,9 @@ def _is_real(dtype: _types.Dtype) -> bool:
 
 
 def concrete_number(value: _types.Unchecked) -> Any:
-  """Returns the number in a scalar array; None if it is traced or on other hosts.
+  """Returns the number in a scalar array, and any value that is not an array unchanged.
 
-  A value that is not an array is returned, and an array with axes gives None.
+  Returns None if the array is traced, has axes, or is not whole in this process.
   """
   if not is_any_array(value):
     return value
@@ -92,7 +92,7 @@ def check_number(
 ) -> None:
   """Raises TypeError unless an argument is a real number, and ValueError if it is out of range.
 
-  `below` is an exclusive bound. A traced number, which ``optax.inject_hyperparams`` passes, is not
+  `below` is an exclusive bound. A traced number, as from ``optax.inject_hyperparams``, is not
   compared with the bounds.
   """
   if is_any_array(value):
@@ -124,8 +124,8 @@ def check_number(
     required = " and ".join(text for _, text, applies in bounds if applies)
     advice = ""
     if is_array(value) and dtype in (jnp.float16, jnp.bfloat16):
-      # The number may be out of range by its dtype alone: 65,536 is infinite in float16, and 0.999
-      # is 1 in bfloat16.
+      # The dtype alone may put the number out of range: 65,536 is infinite in float16, and 0.999 is
+      # 1 in bfloat16.
       advice = (
         f" Under `optax.inject_hyperparams` numbers have the params' dtype, here {dtype}: pass"
         " `hyperparam_dtype=jnp.float32`."
@@ -143,7 +143,8 @@ def check_whole_number(
 ) -> None:
   """Raises TypeError or ValueError unless an argument is a whole number within bounds.
 
-  A `static` number sets a shape, so it can't be an array. A traced array passes the bounds.
+  A `static` number sets a shape, so it can't be an array. A traced array is not compared with the
+  bounds.
   """
   array = is_any_array(value) and jnp.issubdtype(_dtype_of(value), jnp.integer)
   if not (array or is_integer(value)):
@@ -170,7 +171,7 @@ def check_callable(
 ) -> None:
   """Raises TypeError unless an argument is callable, or None if `optional`.
 
-  `form` is the call as the message shows it, such as ``loss_fn(params, *args)``.
+  The message shows `form`, the call that is required, such as ``loss_fn(params, *args)``.
   """
   if not (callable(value) or (optional and value is None)):
     how = f", called as `{form}`" if form else ""
@@ -212,8 +213,8 @@ def check_transformation(
     return tx.update(updates, state, params, **accepted)
 
   update.wraps = tx  # type: ignore[attr-defined]
-  # If `update` refuses unknown extra arguments, `optax.with_extra_args_support` returns the
-  # transformation unchanged, so the wrapper above drops these arguments.
+  # `optax.with_extra_args_support` returns a transformation unchanged if it is declared to take
+  # extra arguments, even if its `update` refuses unknown ones. The function above drops these.
   return optax.GradientTransformationExtraArgs(tx.init, update)
 
 
@@ -224,7 +225,7 @@ def check_learning_rate(learning_rate: _types.Unchecked, name: str = "learning_r
 
 
 def as_key(name: str, key: Any) -> jax.Array:
-  """Returns a key as it is, or the key of an integer seed; raises for any other argument."""
+  """Returns a key unchanged, or the key of an integer seed; raises for any other argument."""
   if isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
     if key.shape:
       raise ValueError(f"`{name}` must be one key; got an array of keys of shape {key.shape}.")

@@ -21,7 +21,7 @@ def require_axis(
 ) -> int:
   """Returns the number of devices along mesh axes; raises ValueError if the axes are not bound.
 
-  If `optional`, the message advises to leave the argument `name` out, else the method.
+  The message advises to leave out the argument `name`, or, if that is not `optional`, the method.
   """
   if not value:
     return 1
@@ -64,10 +64,7 @@ def vary(x: jax.Array, like: _types.ArrayType) -> jax.Array:
 
 
 def on_all_devices(flags: jax.Array, axis_name: _types.AxisName | None, method: str) -> jax.Array:
-  """Returns for each flag whether it is True on all devices along mesh axes.
-
-  Without mesh axes (None), the result is `flags`.
-  """
+  """Returns for each flag whether it is True on all devices along mesh axes (None: unchanged)."""
   if axis_name is None:
     return flags
   require_axis("axis_name", axis_name, method)

@@ -1,6 +1,6 @@
-"""Names of the types that pass between the modules; imports no other module of optax_boost.
+"""Names of the types that pass between the modules.
 
-mypy finds no types of optax, and takes each type that optax exports for ``Any``. The names of
+mypy takes each type that optax exports for ``Any``, since it finds no types of optax. The names of
 trees below are ``Any``, too; they tell a reader what a tree holds.
 """
 
