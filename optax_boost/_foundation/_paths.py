@@ -9,7 +9,7 @@ _BOXED = [(jax.tree_util.GetAttrKey(name),) for name in ("value", "raw_value")]
 
 
 def leaf_name(path: str) -> str:
-  """Returns a leaf's path for a message, or "params" if the path is empty (the tree is one leaf)."""
+  """Returns a leaf's path for a message; "params" if the path is empty (the tree is one leaf)."""
   return path or "params"
 
 
