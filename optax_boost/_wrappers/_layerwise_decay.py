@@ -41,16 +41,16 @@ def layerwise_decay(
   .. math::
     u \leftarrow \text{decay}^{G - 1 - i} \, u
 
-  for the updates :math:`u` of `inner` in group i of G. So the learning rate is scaled, and with it
-  the weight decay that `inner` adds. An :func:`average_params` or :func:`master_weights` in `inner`
-  gets the params after the scaled updates.
+  for the updates :math:`u` of `inner` in group i of G. So the learning rate and the weight decay in
+  `inner` are scaled. An :func:`average_params` or :func:`master_weights` in `inner` gets the params
+  to which the scaled updates have been added.
 
   Args:
     inner: the optimizer.
-    groups: as for :func:`freeze_layers`. In a :class:`LayerGroups` the layers of a stacked leaf may
-      have different factors.
-    decay: the factor from a group to the group before it, above 0 and at most 1. Raising it trains
-      the first layers faster.
+    groups: as for :func:`freeze_layers`. With a :class:`LayerGroups`, the layers of a stacked leaf
+      (``nn.scan``) may have different factors.
+    decay: the factor of a group divided by the factor of the next group, above 0 and at most 1.
+      Raising it trains the first layers faster.
 
   Returns:
     An :class:`optax.GradientTransformationExtraArgs`. Updates keep their dtype. Leaves may be
