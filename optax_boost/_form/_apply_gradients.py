@@ -25,9 +25,8 @@ def apply_gradients(
   matches donated inputs to outputs by shape, in order. If an input is matched with an output other
   than its own new value, XLA copies the input.
 
-  With :func:`sgperm` and :func:`laperm`, the new params are an exact permutation of earlier params,
-  whereas the params that ``optax.apply_updates`` returns may differ from the permutation by one
-  rounding.
+  With :func:`sgperm` and :func:`laperm`, the new params are an exact permutation of earlier params.
+  The params that ``optax.apply_updates`` returns may miss the permutation by one rounding.
 
   Args:
     tx: the transformation, of optax, of this package or your own.
@@ -56,8 +55,7 @@ def apply_gradients(
     [-2.0, -4.0]
 
   .. note::
-    To differentiate through a step in reverse mode, use ``tx.update``: a loop that updates in place
-    has no reverse-mode derivative.
+    To differentiate through a step in reverse mode, use ``tx.update``.
   """
   # XLA 24: the results are params, then state, to match donated arguments in this order.
   tx = _checks.check_transformation("tx", tx)

@@ -28,8 +28,8 @@ class _Composition(NamedTuple):
   Attributes:
     variables: the names of the variables of its ``update`` that contain the held transformations.
     states: a function that takes the composition's state and the values of these variables, and
-      returns the states of the held transformations in the same order. None if the held
-      transformations see params of other paths than the composition.
+      returns the states of the held transformations in the same order. None if the paths of the
+      params differ between the composition and the held transformations.
   """
 
   variables: tuple[str, ...]

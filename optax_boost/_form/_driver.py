@@ -2,8 +2,7 @@
 
 :func:`run` calls the method `before` of each wrapper, from the outside in, then makes or skips the
 step of the innermost transformation, and calls `after` of each wrapper from the inside out. The
-step is made only if every wrapper allows it. A skipped step changes neither params nor inner
-states.
+step is made only if every wrapper allows it. If not, neither params nor inner states change.
 
 A :class:`StepPlan` tells whether the step returns updates or applies them to the params. If it
 returns updates, the driver uses ``lax.cond``, which stores the updates (zeros if the step is
@@ -26,8 +25,7 @@ from optax_boost._foundation import _arrays, _conditionals, _mesh_axes, _types
 
 # A function without arguments that returns the gradients and the extra arguments of ``update``.
 Gradients: TypeAlias = Callable[[], tuple[optax.Updates, _types.ExtraArgs]]
-# A function that takes a transformation, and returns one that makes other updates from states of
-# the same structure.
+# Takes a transformation; returns one that makes other updates from states of the same structure.
 Change: TypeAlias = Callable[
   [optax.GradientTransformationExtraArgs], optax.GradientTransformationExtraArgs
 ]
@@ -48,8 +46,8 @@ class ParamsAccess(NamedTuple):
 
   Attributes:
     read: takes stored params; returns the params that the transformation sees.
-    write: takes the stored params, the new params, and the old params that `read` returned; returns
-      the new stored params.
+    write: takes stored params, new params, and the old params that `read` returned; returns the new
+      stored params.
     read_new: takes the new stored params; returns the new params that the transformation sees.
   """
 
@@ -73,8 +71,7 @@ class StepPlan:
     in_place: whether a while loop makes the step, in place. If False, ``lax.cond`` makes the step,
       which has a reverse-mode derivative.
     checks_result: whether a step is skipped if it would make an entry NaN or infinite.
-    on_all_devices: takes a flag of this device; returns whether it is True on all devices that make
-      the step together.
+    on_all_devices: takes a flag; returns whether it is True on all devices that make the step.
     change: takes the innermost transformation; returns the one that is called in its place. The
       changes of inner wrappers act on the updates first. Since updates change inside of all
       wrappers, every wrapper sees the updates that are added to the params.
@@ -107,10 +104,7 @@ class StepPlan:
   def compute_if(
     self, condition: _types.Condition, function: Callable[..., Sequence[Any]], *carry: Any
   ) -> tuple[Any, ...]:
-    """Returns ``(called, *results)``: ``function(*carry)`` if `condition`, else `carry`.
-
-    `called` equals `condition`.
-    """
+    """Returns ``(condition, *function(*carry))`` if `condition`, else ``(condition, *carry)``."""
     if condition is True:
       return condition, *function(*carry)
     if self.in_place:
@@ -136,7 +130,6 @@ class Call(NamedTuple):
     stored_params: the params, as ``plan.access`` reads them; None if ``update`` got no params.
     makes_step: whether the step is made. `before` sets the condition of its wrapper, and the driver
       combines the conditions of all wrappers around the transformation.
-    plan: how the step is made.
   """
 
   gradients: Gradients
@@ -170,8 +163,6 @@ class Outcome(NamedTuple):
 
   Attributes:
     result: the new stored params, or the updates (zeros if no step was made).
-    state: the new state of the transformation.
-    made: whether a step was made.
     failed_check: whether the step was skipped because its result would not have been finite.
   """
 
@@ -199,8 +190,7 @@ class Wrapper(Protocol):
   def before(self, call: Call, state: optax.OptState) -> tuple[Call, optax.OptState, Any]:
     """Returns the call of `inner`, the new state, and a value that `after` gets as `context`.
 
-    If an outer wrapper skips the step (``call.makes_step`` is False), the driver keeps the old
-    state.
+    The driver keeps the old state if an outer wrapper skips the step (not ``call.makes_step``).
     """
 
   def after(

@@ -58,9 +58,8 @@ def none_lost(
 ) -> _types.BoolScalar:
   """Returns whether each entry that is finite in an old tree is finite in the new tree, too.
 
-  An entry that is infinite in the old tree, such as the initial best loss of a search, must not
-  become NaN. A param and its moments are checked in one loop: XLA computes them from the same
-  arrays, which one loop reads once.
+  An infinite entry of an old tree, such as the initial best loss of a search, must not become NaN.
+  One loop checks a param and its moments, since XLA computes them from the same arrays.
   """
   param_pairs, state_pairs = _inexact_pairs(new, old), _inexact_pairs(new_state, old_state)
   return _is_sound(_group_by_param(param_pairs, state_pairs))
@@ -125,8 +124,7 @@ def _group_by_param(
   seen: collections.Counter[Any] = collections.Counter()
   for pair in state_pairs:
     params = by_kind.setdefault(kind(pair), [[]])
-    # Moments are in the order of the params, so the n-th pair of a kind belongs to the n-th param
-    # of this kind.
+    # Moments have the order of the params: the n-th pair of a kind belongs to its n-th param.
     params[seen[kind(pair)] % len(params)].append(pair)
     seen[kind(pair)] += 1
   groups = []

@@ -16,10 +16,7 @@ class Form:
 
   Attributes:
     method: the name of the function that makes the transformation.
-    state_type: the class of the transformation's state.
     wraps: the transformations that the transformation holds.
-    needs_params: whether ``update`` must be called with params.
-    allows_complex: whether leaves may be complex.
     allows_pairs: whether the params may be the pair of fast and slow params of ``optax.lookahead``.
     extra_args: the names of the extra arguments that the transformation's step takes.
     frozen_groups: the group of layers of each leaf, if the transformation freezes groups.
@@ -80,8 +77,7 @@ def wrappers_around(tx: optax.GradientTransformation) -> list[Form]:
 def form_of(update: Callable[..., Any]) -> Form | None:
   """Returns the :class:`Form` of an ``update`` of this package; None for any other function.
 
-  A user's function around our ``update`` may compute other updates, but ``functools.wraps`` copies
-  the attribute `form` to that function. So the result is None for each function with
-  ``__wrapped__``.
+  ``functools.wraps`` copies the attribute `form` to a user's function around our ``update``, which
+  may make other updates. So the result is None for each function with ``__wrapped__``.
   """
   return None if hasattr(update, "__wrapped__") else getattr(update, "form", None)

@@ -24,8 +24,7 @@ The train step knows four requests and no method by name:
 
 Declarations are attributes of the class, so a param named ``metrics`` is not taken for a
 declaration. The field `hidden` of a state lists the paths of the leaves that ``optax.masked`` hides
-from the method. The groups of leaves are static, so the Form holds them
-(:mod:`optax_boost._form._form`).
+from the method. The groups of leaves are static, so the Form holds them.
 """
 
 import collections
@@ -47,10 +46,7 @@ _State = TypeVar("_State")
 
 
 def declares(**declarations: tuple[str, ...]) -> Callable[[type[_State]], type[_State]]:
-  """Returns a decorator that adds declarations, such as ``metrics=("x",)``, to a state's class.
-
-  The decorator replaces the statement ``metrics = ("x",)``, which mypy refuses in a NamedTuple.
-  """
+  """Returns a decorator that declares names in a state's class: mypy refuses assignments there."""
 
   def declare(state_type: type[_State]) -> type[_State]:
     for kind, names in declarations.items():
@@ -147,10 +143,7 @@ def unseen_by_scale(opt_state: optax.OptState, tree: _types.Tree) -> list[jax.Ar
 def renew_full_gradients(
   opt_state: optax.OptState, params: optax.Params, full_gradient: optax.Updates
 ) -> optax.OptState:
-  """Returns an optimizer state with `full_gradient` in every state that requests it.
-
-  Raises ValueError if no state requests it.
-  """
+  """Returns `opt_state` with the full gradient put into each state that requests it."""
   if not is_requested(opt_state, FULL_GRADIENT):
     raise ValueError(
       "`refresh` needs an optimizer state that asks for the full gradient, such as the state of"
@@ -184,7 +177,6 @@ class GroupAssignment(NamedTuple):
     number: takes a tree of the params' structure; returns a tree with the group number of each
       leaf. If a leaf holds layers of several groups, its entry is an array of group numbers that
       broadcasts against the leaf.
-    num_groups: the number of groups.
   """
 
   number: Callable[[_types.Tree], _types.Tree]

@@ -1,8 +1,8 @@
 """Tells from the states before and after a call whether it made a step or left its batch out.
 
-The classes of this package's states declare the fields that tell
-(:mod:`optax_boost._form._protocol`). The states of ``optax.MultiSteps``, ``optax.apply_if_finite``
-and ``optax.partition`` are read, too.
+Reads the fields that the classes of this package's states declare for it
+(:mod:`optax_boost._form._protocol`), and states of ``optax.MultiSteps``, ``optax.apply_if_finite``
+and ``optax.partition``.
 """
 
 from collections.abc import Hashable
@@ -20,8 +20,7 @@ from optax_boost._foundation import _trees, _types
 def made_step(before: optax.OptState, after: optax.OptState) -> _types.Condition:
   """Returns whether the call that led from state `before` to state `after` made a step.
 
-  A wrapper's state tells this for all transformations inside. If no state tells, the call made a
-  step.
+  A wrapper's state tells this for all transformations inside. If no state tells, returns True.
   """
 
   def tells(node: _types.Tree) -> bool:

@@ -96,8 +96,7 @@ def _difference(
       warnings.simplefilter("ignore")
       expected = jax.eval_shape(init, params)
   except Exception:
-    # If `init` computes with the values of the params, it fails on abstract params. Then the state
-    # is not compared.
+    # If `init` computes with the values of the params, it can't run here: nothing is compared.
     return ""
   required, present = set(_paths.leaf_paths(expected)), set(_paths.leaf_paths(opt_state))
   if lacking := sorted(required - present):

@@ -59,8 +59,7 @@ def wrapper(
 ) -> optax.GradientTransformationExtraArgs:
   """Makes a wrapper from a `holder`, whose methods decide about the steps of ``holder.inner``.
 
-  `form_options` are attributes of the Form. Raises TypeError if the class of the state does not
-  declare ``outcome=("made",)``.
+  `form_options` are attributes of the Form. `state_type` must declare ``outcome=("made",)``.
   """
   if getattr(state_type, "outcome", None) != ("made",):
     raise TypeError(

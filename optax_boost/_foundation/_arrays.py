@@ -54,8 +54,7 @@ def as_jax(tree: _types.SameTree) -> _types.SameTree:
 def accumulator_dtype(dtype: _types.Dtype) -> jnp.dtype:
   """Returns the dtype in which `dtype` is summed: at least float32; float64 needs x64."""
   dtype = jax.dtypes.canonicalize_dtype(dtype)
-  # Sizes are compared, since the user may have forbidden the promotion of dtypes
-  # (`jax.numpy_dtype_promotion`).
+  # Compare sizes, since the user may have forbidden promotion (`jax.numpy_dtype_promotion`).
   is_wide_enough = jnp.issubdtype(dtype, jnp.inexact) and jnp.dtype(dtype).itemsize >= 4
   return jnp.dtype(dtype if is_wide_enough else jnp.float32)
 

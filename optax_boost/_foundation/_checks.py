@@ -92,8 +92,7 @@ def check_number(
 ) -> None:
   """Raises TypeError unless an argument is a real number, and ValueError if it is out of range.
 
-  `below` is an exclusive bound. A traced number, as from ``optax.inject_hyperparams``, is not
-  compared with the bounds.
+  `below` is an exclusive bound. Traced numbers are not compared with the bounds.
   """
   if is_any_array(value):
     dtype = _dtype_of(value)
@@ -124,8 +123,7 @@ def check_number(
     required = " and ".join(text for _, text, applies in bounds if applies)
     advice = ""
     if is_array(value) and dtype in (jnp.float16, jnp.bfloat16):
-      # The dtype alone may put the number out of range: 65,536 is infinite in float16, and 0.999 is
-      # 1 in bfloat16.
+      # The dtype alone may be the cause: 65,536 is infinite in float16, and 0.999 is 1 in bfloat16.
       advice = (
         f" Under `optax.inject_hyperparams` numbers have the params' dtype, here {dtype}: pass"
         " `hyperparam_dtype=jnp.float32`."
@@ -143,8 +141,7 @@ def check_whole_number(
 ) -> None:
   """Raises TypeError or ValueError unless an argument is a whole number within bounds.
 
-  A `static` number sets a shape, so it can't be an array. A traced array is not compared with the
-  bounds.
+  A `static` number sets a shape, so it can't be an array. The bounds don't apply to traced arrays.
   """
   array = is_any_array(value) and jnp.issubdtype(_dtype_of(value), jnp.integer)
   if not (array or is_integer(value)):
@@ -169,10 +166,7 @@ def check_bool(name: str, value: _types.Unchecked) -> None:
 def check_callable(
   name: str, value: _types.Unchecked, form: str = "", *, optional: bool = False
 ) -> None:
-  """Raises TypeError unless an argument is callable, or None if `optional`.
-
-  The message shows `form`, the call that is required, such as ``loss_fn(params, *args)``.
-  """
+  """Raises TypeError, which shows the call `form`, unless an argument is callable."""
   if not (callable(value) or (optional and value is None)):
     how = f", called as `{form}`" if form else ""
     raise TypeError(f"`{name}` must be callable{how}; got {shorten(value)}.")
@@ -189,10 +183,7 @@ def check_type(
 def check_transformation(
   name: str, value: _types.Unchecked
 ) -> optax.GradientTransformationExtraArgs:
-  """Returns a transformation with an ``update`` that accepts any extra argument.
-
-  Raises TypeError unless `value` is a transformation.
-  """
+  """Returns `value` as a transformation that takes any extra argument, or raises TypeError."""
   if not isinstance(value, optax.GradientTransformation):
     hint = "Did you pass the factory instead of what it returns?"
     if isinstance(value, optax.MultiSteps):

@@ -93,8 +93,7 @@ def update_if(
 ) -> tuple[optax.Updates, optax.OptState]:
   """Returns ``update(state)`` if `condition`, else zero updates and `state`.
 
-  `shapes` is the tree of the updates' types. If it is None, `update` is traced once more to find
-  them.
+  `shapes` has the updates' types. If it is None, `update` is traced once more to find the types.
   """
 
   def step(state: optax.OptState) -> tuple[optax.Updates, optax.OptState]:

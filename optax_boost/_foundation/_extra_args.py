@@ -31,10 +31,7 @@ def map_gradients(
   updates: _types.Updates,
   extra_args: _types.ExtraArgs,
 ) -> tuple[_types.Updates, _types.ExtraArgs]:
-  """Applies a function to `updates`, to the extra argument `grad`, and to the results of `grad_fn`.
-
-  Returns the new updates and the new extra arguments.
-  """
+  """Returns `updates` and `extra_args` with `function` applied to all gradients in them."""
   extra = dict(extra_args)
 
   def apply(gradients: _types.Updates) -> _types.Updates:
@@ -59,8 +56,7 @@ def map_gradients(
 def accept_extra_args(function: _types.Closure) -> _types.Closure:
   """Returns `function` with a signature that names the extra arguments of optax_boost's methods.
 
-  optax's line searches pass to `function` each extra argument in its signature, and raise for the
-  other ones. The result takes these arguments and ignores them.
+  optax's line searches refuse extra arguments that the signature of `function` does not name.
   """
 
   def call(

@@ -22,8 +22,7 @@ def masked_paths(tree: _types.Tree) -> list[str]:
 def mask_like(tree: _types.Tree, masked: _types.Tree) -> _types.Tree:
   """Returns `tree` with an ``optax.MaskedNode`` in each place where `masked` has one.
 
-  ``optax.masked`` hides leaves of the updates, but not of extra arguments such as `grad`, which
-  callers pass to this function.
+  ``optax.masked`` masks the updates, but not extra arguments such as `grad`; callers mask these.
   """
   if _same_structure(tree, masked):
     return tree
@@ -45,9 +44,8 @@ def _same_structure(first: _types.Tree, second: _types.Tree) -> bool:
 def leaves_like(tree: _types.Tree, like: _types.Tree) -> list[_types.Leaf] | None:
   """Returns the leaves of `tree` in the order of `like`'s leaves; None if the trees don't match.
 
-  Leaves match by path, since structures may differ: an NNX optimizer wraps arrays in other
-  variables than the model. An ``optax.MaskedNode`` is a leaf that matches any leaves below its
-  path.
+  Leaves match by path, since an NNX optimizer wraps arrays in other variables than the model does.
+  An ``optax.MaskedNode`` is a leaf that matches any leaves below its path.
   """
   structure: _types.TreeDef = jax.tree.structure(tree, is_leaf=is_masked)
   if structure == jax.tree.structure(like, is_leaf=is_masked):

@@ -19,10 +19,7 @@ def check_axis_name(name: str, value: _types.Unchecked) -> None:
 def require_axis(
   name: str, value: _types.AxisName | None, method: str, *, optional: bool = True
 ) -> int:
-  """Returns the number of devices along mesh axes; raises ValueError if the axes are not bound.
-
-  The message advises to leave out the argument `name`, or, if that is not `optional`, the method.
-  """
+  """Returns the number of devices along mesh axes; raises ValueError if the axes are not bound."""
   if not value:
     return 1
   try:

@@ -24,10 +24,7 @@ def without_axes(
 
 
 def gather_axes(x: jax.Array, axes: Sequence[int]) -> jax.Array:
-  """Returns an array that is not sharded along `axes`, so that it can be sliced along these axes.
-
-  On a mesh without Explicit axes, the array is unchanged: there the compiler handles slicing.
-  """
+  """Gathers `x` along `axes`, to slice it there. Without Explicit axes, the compiler does this."""
   sharding = jax.typeof(x).sharding
   if all(sharding.spec[axis] is None for axis in axes):
     return x

@@ -90,10 +90,7 @@ KEEP_OUT = (
 
 
 def check_floating(tree: _types.Tree, method: str, advice: str | None = None) -> None:
-  """Raises TypeError unless all leaves are real floating-point arrays.
-
-  The message ends with `advice`, by default to mask the leaf.
-  """
+  """Raises TypeError, ending with `advice`, unless all leaves are real floating-point arrays."""
   _check_dtype(tree, method, advice, jnp.floating, "real floating-point")
 
 

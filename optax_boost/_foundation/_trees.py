@@ -19,10 +19,7 @@ _State = TypeVar("_State")
 def map_leaves(
   function: Callable[..., Any], tree: _types.SameTree, *trees: _types.Tree
 ) -> _types.SameTree:
-  """Maps a function over trees; returns the results in the structure of `tree`.
-
-  Unlike in ``jax.tree.map``, some of the trees may wrap leaves in NNX variables.
-  """
+  """Maps as ``jax.tree.map`` does, even if only some trees wrap their leaves in NNX variables."""
   return map_with(function, tree, *map(jax.tree.leaves, trees))
 
 
@@ -74,10 +71,7 @@ def find_states(opt_state: _types.Tree, state_type: type[_State]) -> list[_State
 
 
 def once_per_tree(plan: Callable[..., _Plan]) -> Callable[..., _Plan]:
-  """Returns ``plan(tree, *static)`` with a cache, whose keys are the tree's structure and shapes.
-
-  So if `plan` warns, it does so once for each tree. The arguments `static` must be hashable.
-  """
+  """Returns `plan` with a cache by the tree's structure and shapes, so it warns once per tree."""
   plans: dict[Hashable, Any] = {}
 
   def cached(tree: _types.Tree, *static: Hashable) -> _Plan:

@@ -27,8 +27,7 @@ class AccumulateState(NamedTuple):
   Attributes:
     count: scalar int32, the number of micro-steps so far in the current window; 0 when a window has
       ended. A window is the micro-steps whose mean gradient the inner optimizer gets.
-    inner_count: scalar int32, the number of calls of the inner optimizer, including calls that
-      skipped their step.
+    inner_count: scalar int32, the number of calls of the inner optimizer, including skipped steps.
     weight_sum: scalar float32 (float64 under x64), the sum of the weights in the current window.
     accumulator: tree of the params' structure, the weighted sum of the window's gradients.
     notfinite_count: scalar int32, micro-batches whose gradient or weight was not finite, whose
@@ -47,7 +46,7 @@ class AccumulateState(NamedTuple):
 
 
 class _Window(NamedTuple):
-  """The window after a micro-step: what ``before`` passes to ``after`` as its context."""
+  """The window after a micro-step, which ``before`` passes to ``after``."""
 
   gradient_sum: optax.Updates  # the weighted sum, without a dropped micro-batch
   is_full: _types.BoolScalar
@@ -73,15 +72,14 @@ def accumulate(
 
   Args:
     inner: the optimizer that sees the mean gradient.
-    every: micro-steps per inner step, at least 1; or a function that takes the number of inner
-      steps so far. Raising it gives larger batches in the same memory, and fewer steps.
+    every: micro-steps per inner step, at least 1; or a function from the number of inner steps so
+      far to this number. Raising it gives larger batches in the same memory, and fewer steps.
     not_finite: what to do with a micro-batch whose gradient is not finite or makes the sum
       overflow. ``"drop"`` leaves the micro-batch out of the mean; a window that drops all its
       micro-batches ends without a step of `inner`. ``"keep"`` adds the micro-batch, so the mean is
       not finite, and `inner`, such as ``optax.apply_if_finite``, can skip the step. With a loss
       scale in `inner`, a micro-batch that overflows is added in either case, so that the scale
-      shrinks. None: like ``"keep"``, but gradients are neither checked nor counted, which saves a
-      pass over them.
+      shrinks. None: like ``"keep"``, without checking or counting gradients, which saves a pass.
     axis_name: as for :func:`dynamic_loss_scale`; all devices drop the same micro-batches. The
       weights may differ between devices: if `inner` averages its gradients over the devices
       (``jax.lax.pmean``), the result is the mean over all examples.
@@ -202,8 +200,7 @@ class _Accumulate:
     window: _Window,
   ) -> tuple[Any, AccumulateState]:
     def emptied(gradient_sum: optax.Updates) -> tuple[optax.Updates]:
-      # XLA 14: if the result did not depend on `t`, XLA would make one array of zeros and copy it
-      # to all leaves of a shape.
+      # XLA 14: if the result did not depend on `t`, all leaves would copy one array of zeros.
       return (jax.tree.map(lambda t: jnp.where(has_ended, jnp.zeros_like(t), t), gradient_sum),)
 
     has_ended = outcome.made | window.is_full

@@ -117,8 +117,7 @@ def average_params(
       around everything that changes updates: ``average_params(optax.chain(...), ...)``. A step that
       a wrapper inside or around `average_params` skips is not counted. Around ``optax.lookahead``
       the average is a pair of fast and slow params.
-    start: the number of steps before the first snapshot. Lowering it averages over older, worse
-      params, too.
+    start: the number of steps before the first snapshot. Lowering it takes in older, worse params.
     decay: the factor d, above 0 and below 1. The first snapshot is the first average. Raising it
       smooths more and lags more; about 1 / (1 - decay) snapshots count. Or a function from the
       snapshot's number (1 for the first) to the share of the old average in the new one; then the
@@ -264,8 +263,7 @@ class _AverageParams:
     _check_statistics(self.statistics, model_state, _METHOD)
     new_statistics = _statistics(model_state)
     statistics = {path: jnp.asarray(new_statistics[path]) for path in self.statistics}
-    # optax's line searches refuse arguments that they don't know, so only an optimizer that names
-    # `model_state` gets it.
+    # Only an optimizer that names `model_state` gets it; optax's line searches would refuse it.
     if not _compositions.names_extra_argument(self.inner, _MODEL_STATE):
       call = call._replace(gradients=functools.partial(_without_model_state, call))
     return call, state, statistics
@@ -284,8 +282,7 @@ class _AverageParams:
     averages = state.average, state.statistics
     # `_snapshot_if` carries the averages through a loop, which needs at least one array.
     if jax.tree.leaves(averages):
-      # If `accumulate` dropped the micro-batch of this step, its statistics become NaN, which
-      # `_blend` ignores.
+      # Statistics of a batch that `accumulate` dropped become NaN, which `_blend` ignores.
       left_out = _skipped_steps.left_out(state.inner_state, outcome.state) if statistics else None
       statistics = _conditionals.nan_if(left_out, statistics)
       new_params, *operands = self._new_params(call, outcome.result)
@@ -425,8 +422,7 @@ def averaged_model_state(
   """Reads the averages of statistics that :func:`average_params` keeps beside the averaged params.
 
   Args:
-    opt_state: the state of any optimizer with an ``average_params(..., model_state=model_state)``
-      in it.
+    opt_state: the state of an optimizer with an ``average_params(..., model_state=model_state)``.
     model_state: the current statistics. The result has the dtypes of `model_state`, and the values
       of `model_state` in leaves that are not averaged, or in all leaves before the first snapshot.
 

@@ -53,8 +53,7 @@ def layerwise_decay(
       Raising it trains the first layers faster.
 
   Returns:
-    An :class:`optax.GradientTransformationExtraArgs`. Updates keep their dtype. Leaves may be
-    complex.
+    An :class:`optax.GradientTransformationExtraArgs`. Updates, maybe complex, keep their dtype.
 
   Raises:
     ValueError: `inner` holds :func:`average_params`, :func:`master_weights` or
@@ -71,8 +70,7 @@ def layerwise_decay(
 
   References:
     Clark, Luong, Le, Manning, `ELECTRA <https://arxiv.org/abs/2003.10555>`_, 2020; Bao, Dong, Piao,
-    Wei, `BEiT <https://arxiv.org/abs/2106.08254>`_, 2021, with decays
-    of 0.65 to 0.75, which ``timm`` also uses.
+    Wei, `BEiT <https://arxiv.org/abs/2106.08254>`_, 2021: decays of 0.65 to 0.75, as in ``timm``.
   """
   inner = _checks.check_transformation("inner", inner)
   _checks.check_number("decay", decay, positive=True, maximum=1.0)

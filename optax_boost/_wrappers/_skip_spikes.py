@@ -70,8 +70,7 @@ def skip_spikes(
       1 / (1 - decay) norms count. Raising it makes the mean follow the norms more slowly.
     start: how many norms the mean must have before a step is skipped for its norm. Raising it skips
       fewer steps of a warm-up, in which norms change fast.
-    axis_name: as for :func:`dynamic_loss_scale`; :math:`n_t` is the root of the mean of the
-      devices' squared norms.
+    axis_name: as for :func:`dynamic_loss_scale`; :math:`n_t^2` is averaged over the devices.
 
   Returns:
     An :class:`optax.GradientTransformationExtraArgs`. Norms are in float32; a norm beyond the range
@@ -129,8 +128,7 @@ class _SkipSpikes:
     unscaled_squares = self._sum_squares(unseen)
     squares = unscaled_squares
     if len(unseen) < len(jax.tree.leaves(grads)):
-      # The loss scale in `inner` unscales the gradients that are not in `unseen`, and skips a step
-      # in which they overflow.
+      # The loss scale in `inner` unscales the other gradients, and skips a step if they overflow.
       scale = _protocol.requesting_state(state.inner_state, _protocol.LOSS_SCALE).loss_scale
       squares = unscaled_squares + (self._sum_squares(grads) - unscaled_squares) / scale / scale
     norm = jnp.sqrt(squares)

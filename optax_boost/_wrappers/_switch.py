@@ -42,9 +42,8 @@ def switch_after(
 ) -> optax.GradientTransformationExtraArgs:
   """Switches from `first` to `second` after a number of steps.
 
-  Before the switch, `second` is also updated, with the same gradients and params, so that its
-  moments are warm at the switch; its updates are dropped. After the switch, `first` is no longer
-  computed.
+  Before the switch, `second` also gets the gradients, so that its moments are warm at the switch;
+  its updates are dropped. After the switch, `first` is no longer computed.
 
   Args:
     step: the number of steps with the updates of `first`, at least 0. May be traced.

@@ -38,8 +38,7 @@ class FreezeLayersState(NamedTuple):
     frozen_groups: scalar int32, how many groups the next step freezes.
     frozen_for: scalar int32, a number of steps during which `frozen_groups` stays the same.
     key: raw key data of the schedule's generator.
-    hidden: a dictionary whose keys are the paths of the leaves that ``optax.masked`` hides from the
-      method. It holds no arrays.
+    hidden: a dict without arrays; its keys are the paths of the leaves that ``optax.masked`` hides.
     group_counts: a vector for each leaf of `inner_state` that counts the steps of moments, in the
       order of ``jax.tree.leaves``. Entry i counts only the steps that trained group i.
     inner_state: the inner optimizer's state. Its step counts count all steps.
@@ -97,8 +96,7 @@ def freeze_layers(
       this in another member of an ``optax.chain``.
     groups: a :class:`LayerGroups`; or regular expressions, one per group in the order of the
       forward pass, that match whole segments of the leaves' paths: ``"blocks/1"`` does not match
-      ``blocks/10``. No leaf may match two expressions; a leaf that matches none is in the last
-      group.
+      ``blocks/10``. No leaf may match two; leaves that match none are in the last group.
     schedule: a :class:`FreezeSchedule` for this number of groups, as :func:`fixed_freezing` makes.
     key: the key of the schedule's random numbers, from ``jax.random.key``, or a seed.
     counts: what a step count beside moments in `inner`'s state counts. ``"group"``: the steps in

@@ -5,9 +5,8 @@ thousand steps, its moments are still zero but n is 1000, so its first steps are
 long. Here each group has a count. If the state of an ``update`` holds a count beside moments, this
 ``update`` is called once for each class of groups (groups that were always trained in the same
 steps), with the counts of the class. Each leaf, and each layer of a stacked leaf, takes the result
-of its class; XLA drops results that no leaf takes. A chain around the ``update`` is called once
-(:mod:`optax_boost._form._compositions`), so that a clipping after Adam takes the norm of the merged
-updates.
+of its class; XLA drops results that no leaf takes. A chain around the ``update`` is called once, so
+that a clipping after Adam takes the norm of the merged updates.
 """
 
 from collections.abc import Sequence
@@ -56,10 +55,7 @@ class GroupCounts:
   def update_by_group(
     self, update: _compositions.Update, state_groups: _types.Tree, count_positions: _types.Tree
   ) -> _compositions.Update:
-    """Returns an ``update`` that makes the step of each group with the counts of the group.
-
-    The trees are those of :class:`StateLayout`, for the part of the state that `update` takes.
-    """
+    """Returns an ``update`` that makes the step of each group with the counts of the group."""
     return functools.partial(self._step, update, state_groups, count_positions)
 
   def advanced(
@@ -69,10 +65,7 @@ class GroupCounts:
     depth: _types.IntScalar,
     made: _types.BoolScalar,
   ) -> tuple[jax.Array, ...]:
-    """Returns the counts after a step that changed the inner state from `before` to `after`.
-
-    The count of a trained group advances by as much as the count in the state.
-    """
+    """Returns the counts of all groups after a step; only those of trained groups have advanced."""
     old, new = jax.tree.leaves(before), jax.tree.leaves(after)
     is_trained = (np.arange(len(self.classes), dtype=np.int32) >= depth) & jnp.asarray(made)
 

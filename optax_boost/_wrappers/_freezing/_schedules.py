@@ -3,9 +3,8 @@
 G is the number of groups, of which the last is never frozen. A depth is a number of groups that a
 step may freeze, from 0 to G - 1; D is the number of depths.
 
-Sources: MindSpore Boost's ``GradientFreeze``, whose `freeze_p` is one minus our `frozen_fraction`;
-Brock et al., "FreezeOut", arXiv:1706.04983; Howard & Ruder, "Universal Language Model Fine-tuning",
-arXiv:1801.06146.
+Sources: MindSpore Boost's ``GradientFreeze``; Brock et al., "FreezeOut", arXiv:1706.04983; Howard &
+Ruder, "Universal Language Model Fine-tuning", arXiv:1801.06146.
 """
 
 from collections.abc import Callable, Sequence
@@ -163,8 +162,7 @@ def continuous_freezing(
       groups at once; the train step compiles a program for each depth.
 
   Returns:
-    A :class:`FreezeSchedule`. If `max_depths` is at least G, each step freezes as many groups as in
-    MindSpore.
+    A :class:`FreezeSchedule`. If `max_depths` is at least G, it freezes as MindSpore does.
 
   Examples:
     >>> import optax_boost
@@ -241,10 +239,7 @@ def interval_freezing(
 
 
 def _interval_pattern(share: float) -> np.ndarray:
-  """Returns for the steps 2, 3, ... of one period whether MindSpore freezes groups in the step.
-
-  MindSpore always freezes groups in step 1.
-  """
+  """Returns for steps 2, 3, ... of one period whether MindSpore freezes; in step 1 it does."""
   period = fractions.Fraction(share).limit_denominator(_LONGEST_PERIOD).denominator
   freezes: list[bool] = []
   frozen = 0
@@ -290,14 +285,11 @@ def progressive_freezing(
     num_groups: the number of groups G.
     total_steps: the length T of the run, in steps.
     first: when the first group is frozen, as a share of the run. Lowering it saves more time.
-    power: the exponent p. Raising it freezes the groups in the middle earlier; the paper's cubic
-      schedule has 3.
+    power: the exponent p (the paper's cubic schedule: 3). Raising it freezes the middle groups
+      earlier.
     anneal: whether updates are multiplied by the factors above.
     max_depths: as for :func:`continuous_freezing`. With more groups than depths, neighboring groups
       are frozen together, at the earliest of their times.
-
-  Returns:
-    A :class:`FreezeSchedule`.
 
   Examples:
     >>> import jax.numpy as jnp, optax_boost
@@ -357,9 +349,6 @@ def fixed_freezing(
     steps: the number of steps with frozen groups, such as the first steps of a new head. After
       these steps nothing is frozen. None: all steps.
 
-  Returns:
-    A :class:`FreezeSchedule`.
-
   Examples:
     >>> import optax_boost
     >>> schedule = optax_boost.fixed_freezing(10, frozen_groups=8)
@@ -398,9 +387,6 @@ def gradual_unfreezing(
       layers unchanged for longer and saves more time.
     max_depths: as for :func:`continuous_freezing`. With more groups than depths, neighboring groups
       are thawed together, at the earliest of their times.
-
-  Returns:
-    A :class:`FreezeSchedule`.
 
   Examples:
     >>> import jax.numpy as jnp, optax_boost

@@ -30,13 +30,7 @@ _PACKAGE = __name__.partition(".")[0]
 
 @dataclasses.dataclass(frozen=True)
 class StackedGroups:
-  """The groups of the layers of a stacked leaf, a param that holds many layers along one axis.
-
-  Attributes:
-    groups: the group of each layer.
-    axis: the axis of the layers in the leaf.
-    shape: the shape of the leaf.
-  """
+  """The group of each layer of a stacked leaf: a param of `shape` with many layers along `axis`."""
 
   groups: tuple[int, ...]
   axis: int
@@ -51,8 +45,7 @@ class StackedGroups:
   def axis_in(self, shape: tuple[int, ...]) -> int | None:
     """Returns the axis of layers in a value of the state that belongs to the leaf and has `shape`.
 
-    The value may lack axes of the leaf. Returns None if none, or more than one, of its axes may be
-    the axis of layers.
+    The value may lack axes of the leaf. Returns None if no axis, or more than one, is possible.
     """
     candidates = set()
     for axes in itertools.combinations(range(len(self.shape)), len(shape)):
@@ -77,10 +70,7 @@ LeafGroup: TypeAlias = int | StackedGroups
 
 
 def leaf_groups(numbers: _types.Tree, leaves: _types.Tree) -> _types.Tree:
-  """Returns the :data:`LeafGroup` of each leaf, as a tree of the structure of `leaves`.
-
-  `numbers` has for each leaf a group number, or, if stacked, an array that broadcasts against it.
-  """
+  """Returns the :data:`LeafGroup` of each leaf, from its group number or array of numbers."""
 
   def leaf_group(number: _layer_groups.GroupNumber, leaf: jax.Array) -> LeafGroup:
     if not isinstance(number, np.ndarray):
@@ -96,11 +86,9 @@ class StateLayout:
   """Which leaves of an inner optimizer's state belong to params, and which are step counts.
 
   Attributes:
-    structure: the structure of the state.
     groups: for each leaf of the state, the group of the param that the leaf belongs to, or None.
     counts: the indices, among the state's leaves, of the step counts that are kept for each group.
-    shared: the types of states with counts that may count the steps of moments, but that all groups
-      share.
+    shared: the types of states whose counts all groups share, but may belong to moments.
     assumed: the types of other authors' states whose counts are taken to belong to moments.
     hidden: the names of compositions (such as ``optax.chain``) whose counts all groups share, since
       the transformations in them can't be called one by one.
@@ -139,10 +127,7 @@ def select(
   before: _types.OptState,
   after: _types.OptState,
 ) -> _types.OptState:
-  """Returns a state with ``choose(group, old, new)`` for each leaf of `before` and `after`.
-
-  `state_groups` is :attr:`StateLayout.state_groups`. A leaf of group -1 is taken from `after`.
-  """
+  """Returns ``choose(group, old, new)`` for each leaf of a state, or `new` if the group is -1."""
 
   def select_leaf(group: LeafGroup, old: jax.Array, new: jax.Array) -> jax.Array:
     if group == -1:
@@ -237,10 +222,7 @@ def find_layout(
 def _hidden_counts(
   update: _compositions.Update, count_positions: _types.Tree
 ) -> Iterator[tuple[int, str]]:
-  """Yields the counts in compositions whose held transformations can't be called one by one.
-
-  Yields the position of each of these counts, and the name of the composition.
-  """
+  """Yields (position, name) for counts in compositions whose members can't be called one by one."""
   positions = [position for position in jax.tree.leaves(count_positions) if position >= 0]
   held_updates = _compositions.held_updates(update) if positions else []
   if not held_updates:

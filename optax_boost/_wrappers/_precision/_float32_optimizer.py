@@ -89,10 +89,7 @@ class _Float32Optimizer:
     )
 
   def _plan(self, outer: _driver.StepPlan, state: optax.OptState) -> _driver.StepPlan:
-    """Returns the plan of a step in float32.
-
-    The stored params of this plan are a pair: those of the plan `outer`, and the masters or None.
-    """
+    """Returns a plan whose stored params are a pair: those of `outer`, and the masters or None."""
 
     def read(stored: _driver.StoredParams) -> optax.Params:
       params, masters = outer.access.read(stored[0]), stored[1]
@@ -131,8 +128,7 @@ class _Float32Optimizer:
   def _follow(self, masters: optax.Params, params: optax.Params) -> optax.Params:
     """Returns the masters, but the param for a master whose param was changed since the last step.
 
-    A param was changed if it is not the master, rounded to nearest (with a key: to one of the two
-    neighbours).
+    A param was changed if it is not the master, rounded to nearest (with a key: to a neighbour).
     """
 
     def follow(m: jax.Array, p: jax.Array) -> jax.Array:

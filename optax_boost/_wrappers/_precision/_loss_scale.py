@@ -8,8 +8,7 @@ afterwards. The quotients stay in float32, since they would vanish in float16 af
                               s <- max(s * backoff, minimum)
   n steps without overflow    s <- min(s * growth, maximum)
 
-Sources: MindSpore's ``DynamicLossScaleUpdateCell``; for the hysteresis h, Megatron's
-``DynamicGradScaler``.
+Sources: MindSpore's ``DynamicLossScaleUpdateCell``; Megatron's ``DynamicGradScaler`` for h.
 """
 
 from collections.abc import Callable
@@ -69,8 +68,8 @@ class DynamicLossScaleState(NamedTuple):
     hysteresis_count: scalar int32, the number of overflows since the scale last grew.
     notfinite_count: scalar int32, steps that were skipped since a gradient was not finite, or with
       ``check="updates"`` since a param or the inner state would not have been finite.
-    hidden: a dictionary whose keys are the paths of the leaves that ``optax.masked`` hides from the
-      method. It holds no arrays. The train step divides the gradients of these leaves by the scale.
+    hidden: a dict without arrays, whose keys are the paths of the leaves that ``optax.masked``
+      hides. The train step divides the gradients of these leaves by the scale.
     inner_state: the inner optimizer's state.
     made: scalar bool, whether the last call made a step.
   """
@@ -112,8 +111,7 @@ def dynamic_loss_scale(
       put :func:`master_weights` around it: ``master_weights(dynamic_loss_scale(inner))``.
     initial_scale: the first scale, between `minimum` and `maximum`.
     growth_interval: the steps without an overflow after which the scale grows; raising it risks
-      fewer overflows and adapts more slowly. None: a static scale; steps that overflow are still
-      skipped.
+      fewer overflows and adapts more slowly. None: a static scale; overflows are still skipped.
     hysteresis: an overflow shrinks the scale if at least this many overflows, itself included,
       occurred since the scale last grew. Raising it tolerates rare overflows that a smaller scale
       would not prevent.
@@ -262,8 +260,7 @@ class _LossScale:
     plan = call.plan
     if self.checks_updates:
       plan = plan.with_check(self._on_all_devices)
-    # Inside another loss scale, gradients are float32 already, and the outer scale casts the
-    # updates.
+    # Inside another loss scale, gradients are float32 already; the outer scale casts updates.
     if plan.cast_updates is None:
       plan = dataclasses.replace(plan, cast_updates=_cast_to(call.gradients()[0], call.params))
     return plan

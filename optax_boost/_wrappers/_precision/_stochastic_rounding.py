@@ -52,10 +52,9 @@ def stochastic_rounding(
       x_- & \text{otherwise} \end{cases}
 
   for the update :math:`\Delta` of the inner optimizer and the neighbours :math:`x_- \le x \le x_+`
-  in the params' dtype. So :math:`E[R(x)] = x`, and small updates act on average, whereas rounding
-  to nearest would lose them. The inner optimizer gets the params and the gradients in float32, and
-  its updates are added in float32. :func:`master_weights` needs 4 bytes more per param and has no
-  noise.
+  in the params' dtype. So :math:`E[R(x)] = x`: small updates act on average, while rounding to
+  nearest would lose them. The inner optimizer gets the params and the gradients in float32, and its
+  updates are added in float32. :func:`master_weights` needs 4 more bytes per param, without noise.
 
   A step whose gradients are not finite changes nothing and is counted. A param beyond the range of
   its dtype is rounded to the end of the range. Params that are NaN or infinite are not changed.
