@@ -72,7 +72,7 @@ def _changes_what_is_kept(holder: _form.Form, params: optax.Params, form: _form.
 def _holders() -> Iterator[tuple[_form.Form | str, optax.Params]]:
   """Yields the transformations around the wrapper whose ``init`` runs, innermost first.
 
-  Yields for each its Form and its params, or, if another package made it, its name and None. Chains
+  Yields a Form and params, or, for a transformation of another package, its name and None. Chains
   of one member are left out.
   """
   frame: Any = sys._getframe(2)  # of the wrapper's `init`

@@ -166,7 +166,7 @@ def check_bool(name: str, value: _types.Unchecked) -> None:
 def check_callable(
   name: str, value: _types.Unchecked, form: str = "", *, optional: bool = False
 ) -> None:
-  """Raises TypeError, which shows the call `form`, unless an argument is callable."""
+  """Raises TypeError, which shows the call `form`, unless an argument is callable (or None)."""
   if not (callable(value) or (optional and value is None)):
     how = f", called as `{form}`" if form else ""
     raise TypeError(f"`{name}` must be callable{how}; got {shorten(value)}.")

@@ -126,7 +126,7 @@ class _Float32Optimizer:
     return jax.random.fold_in(key, state.count)
 
   def _follow(self, masters: optax.Params, params: optax.Params) -> optax.Params:
-    """Returns the masters, but the param for a master whose param was changed since the last step.
+    """Returns the masters. A param that was changed since the last step replaces its master.
 
     A param was changed if it is not the master, rounded to nearest (with a key: to a neighbour).
     """

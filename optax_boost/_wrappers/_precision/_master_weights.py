@@ -55,8 +55,8 @@ def master_weights(
 
   Args:
     inner: the optimizer of the masters.
-    key: a key of ``jax.random.key`` or a seed, for stochastic rounding of the params, whose error
-      is zero on average. None: round to nearest.
+    key: a key of ``jax.random.key`` or a seed, to round the params stochastically: the mean error
+      is zero. None: round to nearest. The masters are never rounded.
     axis_name: as for :func:`dynamic_loss_scale`.
     check: as for :func:`dynamic_loss_scale`.
 
