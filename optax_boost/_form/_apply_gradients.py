@@ -17,16 +17,16 @@ def apply_gradients(
 ) -> tuple[optax.Params, optax.OptState]:
   """Makes a step in place: ``tx.update`` and ``optax.apply_updates`` in one call.
 
-  The arithmetic is the same as in ``tx.update``. If :func:`accumulate`,
+  The arithmetic is the same as in ``tx.update``. If `tx` is a wrapper such as :func:`accumulate`,
   :func:`dynamic_loss_scale`, :func:`master_weights`, :func:`stochastic_rounding` or
-  :func:`average_params` is outermost, or directly inside one of these, a skipped step touches
-  neither params nor inner state, and needs no memory for updates. The step of
-  :func:`make_train_step` calls this function. Call it under ``jax.jit``, and donate params and
-  state in this order: JAX matches donated inputs to outputs by shape, in order, and XLA copies an
-  input that is matched with an output other than its new value.
+  :func:`average_params`, or several of these nested directly, a skipped step touches neither params
+  nor inner state, and needs no memory for updates. :func:`make_train_step` makes its steps in the
+  same way. Call this function under ``jax.jit``, and donate params and state in this order: JAX
+  matches donated inputs to outputs by shape, in order. If an input is matched with an output other
+  than its own new value, XLA copies the input.
 
   With :func:`sgperm` and :func:`laperm`, the new params are an exact permutation of earlier params.
-  The params that ``optax.apply_updates`` returns may differ from it by one rounding.
+  The params that ``optax.apply_updates`` returns may miss the permutation by one rounding.
 
   Args:
     tx: the transformation, of optax, of this package or your own.
@@ -57,7 +57,7 @@ def apply_gradients(
   .. note::
     To differentiate through a step in reverse mode, use ``tx.update``.
   """
-  # XLA 24: the results are params, then state, since donated arguments in this order match them.
+  # XLA 24: the results are params, then state, to match donated arguments in this order.
   tx = _checks.check_transformation("tx", tx)
   _tree_checks.check_same_tree(grads, _tree_checks.differentiated_params(params), "apply_gradients")
   _state_check.check(tx, opt_state, params)
@@ -72,7 +72,7 @@ def step_in_place(
   params: optax.Params,
   extra_args: _types.ExtraArgs,
 ) -> tuple[optax.Params, optax.OptState]:
-  """Returns the new params and the new state of ``apply_gradients``; the arguments are checked."""
+  """Computes :func:`apply_gradients` for checked arguments."""
 
   def gradients() -> tuple[optax.Updates, _types.ExtraArgs]:
     return grads, dict(extra_args)

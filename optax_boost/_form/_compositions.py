@@ -1,10 +1,9 @@
 """Finds and replaces the transformations that a transformation holds.
 
-A transformation of this package names its held transformations in its
-:class:`~optax_boost._form._form.Form`. A user's wrapper names one transformation, or a tuple of
-several, in an attribute `wraps` of its ``update`` function, or of the object that has the method
-``update``. A composition of optax, such as ``optax.chain``, keeps its held transformations in
-variables of its ``update``; the table ``_OPTAX`` lists these variables and where the states are.
+A transformation of this package lists its held transformations in its
+:class:`~optax_boost._form._form.Form`, and a user's wrapper in an attribute `wraps` of ``update``
+or of the object that has the method ``update``. A composition of optax, such as ``optax.chain``,
+keeps them in variables of its ``update``; the table ``_OPTAX`` lists these variables.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -27,10 +26,10 @@ class _Composition(NamedTuple):
   """Where a composition of optax, such as ``optax.chain``, keeps its held transformations.
 
   Attributes:
-    variables: the variables of its ``update`` that contain the held transformations.
-    states: a function from the composition's state and the values of these variables to the states
-      of the held transformations, in the same order. None if the held transformations see params of
-      other paths than the composition.
+    variables: the names of the variables of its ``update`` that contain the held transformations.
+    states: a function that takes the composition's state and the values of these variables, and
+      returns the states of the held transformations in the same order. None if the paths of the
+      params differ between the composition and the held transformations.
   """
 
   variables: tuple[str, ...]
@@ -65,7 +64,7 @@ _OPTAX = {
 def with_mapped_updates(
   tx: optax.GradientTransformationExtraArgs, function: Callable[[optax.Updates], optax.Updates]
 ) -> optax.GradientTransformationExtraArgs:
-  """Returns a transformation with the states of `tx`, which applies `function` to the updates."""
+  """Returns a transformation with the states of `tx` and ``function(updates)`` as updates."""
 
   def update(
     grads: optax.Updates, state: optax.OptState, params: optax.Params | None = None, **extra: Any
@@ -98,7 +97,7 @@ def _composition(update: Update) -> _Composition | None:
 def held_updates(update: Update) -> list[Update]:
   """Returns the ``update`` functions of the transformations that a transformation holds directly.
 
-  ``optax.inject_hyperparams`` makes a new transformation in each step, so its list is empty.
+  The list is empty for ``optax.inject_hyperparams``, which makes its transformation in each step.
   """
   form = _form.form_of(update)
   if form is not None:
@@ -128,8 +127,8 @@ def held_updates(update: Update) -> list[Update]:
 def held_states(update: Update, state: optax.OptState) -> Sequence[optax.OptState] | None:
   """Returns the states of the transformations that :func:`held_updates` lists, in the same order.
 
-  Returns None if :func:`replace_held_updates` can't replace these transformations. `state` may be
-  any tree with the structure of the state.
+  Returns None if callers must not replace these transformations (:func:`replace_held_updates`).
+  `state` may be any tree with the structure of the state.
   """
   form = _form.form_of(update)
   if form is not None:
@@ -146,7 +145,7 @@ def held_states(update: Update, state: optax.OptState) -> Sequence[optax.OptStat
 
 
 def replace_held_updates(update: Any, replace: Callable[[int, Update], Update]) -> Update:
-  """Returns an ``update`` with the i-th of its held updates replaced by ``replace(i, held)``."""
+  """Returns a copy of `update` in which ``replace(i, held)`` replaces the i-th held ``update``."""
   indices = itertools.count()
 
   def replaced(value: Any) -> Any:
@@ -173,7 +172,7 @@ def replace_held_updates(update: Any, replace: Callable[[int, Update], Update]) 
     new = {"inner_factory": lambda **hyperparams: replaced(factory(**hyperparams))}
   else:
     new = {name: replaced(variables[name]) for name in composition.variables}
-  # Copy the function `update`, with new values of the variables that contain held transformations.
+  # Copy `update`, with new values of the variables that contain held transformations.
   names, cells = update.__code__.co_freevars, update.__closure__
   function = types.FunctionType(
     update.__code__,
@@ -194,7 +193,7 @@ def _is_jitted(update: Update) -> bool:
 
 
 def _map_updates(value: Any, function: Callable[[Update], Update]) -> Any:
-  """Replaces each ``update`` function in a value, which may be a container; returns the value."""
+  """Returns `value`, maybe a container, with ``function(update)`` for each ``update`` in it."""
   if isinstance(value, optax.GradientTransformation):
     return optax.GradientTransformationExtraArgs(value.init, function(value.update))
   if isinstance(value, dict):
@@ -210,7 +209,7 @@ def around_innermost(
     [optax.GradientTransformationExtraArgs], optax.GradientTransformationExtraArgs
   ],
 ) -> optax.GradientTransformationExtraArgs:
-  """Returns the wrappers of `tx` around ``function(inner)``; `inner` is what is not a wrapper."""
+  """Returns `tx` with ``function(inner)`` in place of `inner`, what its wrappers hold."""
   form = _form.form_of(tx.update)
   if form is None or not form.holds_an_optimizer or form.rebuild is None:
     return function(tx)
@@ -218,7 +217,7 @@ def around_innermost(
 
 
 def updates_in(tx: optax.GradientTransformation) -> Iterator[Update]:
-  """Yields the ``update`` of a transformation and of all transformations in it, outermost first."""
+  """Yields the ``update`` of `tx` and of all transformations in it, outermost first."""
   pending = [tx.update]
   while pending:
     update = pending.pop()
@@ -227,13 +226,13 @@ def updates_in(tx: optax.GradientTransformation) -> Iterator[Update]:
 
 
 def forms(tx: optax.GradientTransformation) -> list[_form.Form]:
-  """Returns the Forms of a transformation and of all transformations in it, outermost first."""
+  """Returns the Forms of `tx` and of all transformations of this package in it, outermost first."""
   forms_or_none = map(_form.form_of, updates_in(tx))
   return [form for form in forms_or_none if form is not None]
 
 
 def names_extra_argument(tx: optax.GradientTransformation, name: str) -> bool:
-  """Returns whether a transformation, or one inside of it, takes the extra argument `name`."""
+  """Returns whether `tx`, or a transformation inside of it, takes the extra argument `name`."""
   for update in updates_in(tx):
     form = _form.form_of(update)
     named = inspect.signature(update).parameters if form is None else form.extra_args

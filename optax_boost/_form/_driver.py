@@ -1,19 +1,15 @@
-"""Drives the steps of wrappers, each of which may skip a step.
+"""Runs wrappers, which decide whether the transformation inside of them makes its step.
 
-A wrapper has two methods. `before` decides which gradients the inner transformation gets, and
-whether the step is made; `after` computes the wrapper's new state from the step's outcome.
-:func:`run` calls `before` of each wrapper from the outside in, makes the step of the innermost
-transformation, which may be any of optax's, and calls `after` of each wrapper from the inside out.
-The step is made only if every wrapper allows it; a skipped step changes neither params nor inner
-states. Every wrapper sees the updates that are added to the params, in any nesting.
+:func:`run` calls the method `before` of each wrapper, from the outside in, then makes or skips the
+step of the innermost transformation, and calls `after` of each wrapper from the inside out. The
+step is made only if every wrapper allows it. If not, neither params nor inner states change.
 
-A :class:`StepPlan` tells whether the step returns updates, which the caller adds to the params, or
-applies the updates to the params. ``lax.cond`` stores the updates that it returns (zeros if the
-step is skipped), and copies the state. A while loop with at most one iteration updates params and
-state in place (XLA 10), so that a skipped step costs nothing.
-
+A :class:`StepPlan` tells whether the step returns updates or applies them to the params. If it
+returns updates, the driver uses ``lax.cond``, which stores the updates (zeros if the step is
+skipped) and copies the state. If it applies updates, the driver uses a while loop of at most one
+iteration, which updates params and state in place (XLA 10), so that a skipped step costs nothing.
 XLA materializes the inputs of a loop. So a :class:`Call` holds a function that returns the
-gradients, and XLA fuses the wrappers' arithmetic on gradients into the loop's work on each leaf.
+gradients, and XLA fuses the wrappers' arithmetic on gradients into the loop.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,12 +25,11 @@ from optax_boost._foundation import _arrays, _conditionals, _mesh_axes, _types
 
 # A function without arguments that returns the gradients and the extra arguments of ``update``.
 Gradients: TypeAlias = Callable[[], tuple[optax.Updates, _types.ExtraArgs]]
-# A function that returns, for a transformation, one with the same structure of states, which makes
-# other updates and new states.
+# Takes a transformation; returns one that makes other updates from states of the same structure.
 Change: TypeAlias = Callable[
   [optax.GradientTransformationExtraArgs], optax.GradientTransformationExtraArgs
 ]
-# The params, or the arrays from which :class:`ParamsAccess` reads the params.
+# The params, or a container that holds them and other arrays (:class:`ParamsAccess`).
 StoredParams: TypeAlias = Any
 # The result of a step: the new stored params, or updates.
 StepResult: TypeAlias = Any
@@ -45,13 +40,15 @@ def _identity(x: Any) -> Any:
 
 
 class ParamsAccess(NamedTuple):
-  """Reads params from stored params, such as params with float32 masters, and writes new ones.
+  """How a step reads the params from its stored params, and writes the new params.
+
+  Stored params are the params, or a container of the params and of more arrays, such as masters.
 
   Attributes:
-    read: returns, from the stored params, the params that the transformation sees.
-    write: returns the new stored params, from the stored params, the new params, and the old params
-      that `read` returned.
-    read_new: returns, from the new stored params, the new params that the transformation sees.
+    read: takes stored params; returns the params that the transformation sees.
+    write: takes stored params, new params, and the old params that `read` returned; returns the new
+      stored params.
+    read_new: takes the new stored params; returns the new params that the transformation sees.
   """
 
   read: Callable[[StoredParams], optax.Params] = _identity
@@ -69,15 +66,17 @@ class StepPlan:
   """How the innermost transformation makes its step. A wrapper may change the plan in `before`.
 
   Attributes:
-    applies_updates: whether the step's result is the new stored params; else the result is updates.
-    in_place: whether a while loop makes the step, in place; else ``lax.cond`` makes the step, and
-      has a reverse-mode derivative.
+    applies_updates: whether the step applies its updates and returns the new stored params. If
+      False, the step returns the updates.
+    in_place: whether a while loop makes the step, in place. If False, ``lax.cond`` makes the step,
+      which has a reverse-mode derivative.
     checks_result: whether a step is skipped if it would make an entry NaN or infinite.
-    on_all_devices: returns whether a flag holds on all devices that make the step together.
-    change: returns the transformation that is called in place of the innermost transformation. The
-      changes of inner wrappers act on the updates first.
+    on_all_devices: takes a flag; returns whether it is True on all devices that make the step.
+    change: takes the innermost transformation; returns the one that is called in its place. The
+      changes of inner wrappers act on the updates first. Since updates change inside of all
+      wrappers, every wrapper sees the updates that are added to the params.
     cast_updates: casts updates to their final dtypes, before they are applied. None: no cast.
-    access: reads and writes the params.
+    access: how the step reads and writes the params.
   """
 
   applies_updates: bool
@@ -91,21 +90,21 @@ class StepPlan:
   def with_check(
     self, on_all_devices: Callable[[_types.BoolScalar], _types.BoolScalar]
   ) -> "StepPlan":
-    """Returns the plan, changed to skip a step that would make an entry NaN or infinite."""
+    """Returns a plan that also skips a step that would make an entry NaN or infinite."""
     outer = self.on_all_devices
     return dataclasses.replace(
       self, checks_result=True, on_all_devices=lambda flag: outer(on_all_devices(flag))
     )
 
   def with_change(self, change: Change) -> "StepPlan":
-    """Returns the plan with a further change, which acts before the changes of outer wrappers."""
+    """Returns a plan with a further change, which acts before the changes of outer wrappers."""
     outer = self.change
     return dataclasses.replace(self, change=lambda tx: outer(change(tx)))
 
   def compute_if(
     self, condition: _types.Condition, function: Callable[..., Sequence[Any]], *carry: Any
   ) -> tuple[Any, ...]:
-    """Returns ``(called, *results)``: ``function(*carry)`` if `condition`, else `carry`."""
+    """Returns ``(condition, *function(*carry))`` if `condition`, else ``(condition, *carry)``."""
     if condition is True:
       return condition, *function(*carry)
     if self.in_place:
@@ -124,14 +123,13 @@ APPLY_IN_PLACE = StepPlan(applies_updates=True, in_place=True)
 
 
 class Call(NamedTuple):
-  """A call of a transformation, which the driver passes from each wrapper to its inner one.
+  """The arguments of a call of a transformation. A wrapper's `before` makes them for `inner`.
 
   Attributes:
-    gradients: returns the gradients and extra arguments.
+    gradients: a function that returns the gradients and the extra arguments.
     stored_params: the params, as ``plan.access`` reads them; None if ``update`` got no params.
-    makes_step: whether the step is made. The step is made only if every wrapper allows it: the
-      driver combines the conditions of all wrappers.
-    plan: how the step is made.
+    makes_step: whether the step is made. `before` sets the condition of its wrapper, and the driver
+      combines the conditions of all wrappers around the transformation.
   """
 
   gradients: Gradients
@@ -145,7 +143,7 @@ class Call(NamedTuple):
     return None if self.stored_params is None else self.plan.access.read(self.stored_params)
 
   def passes(self, check: Callable[[], _types.BoolScalar]) -> _types.BoolScalar:
-    """Returns ``check()`` if the step is made, else True, without calling `check`."""
+    """Returns ``check()`` if the step is made; else returns True and does not call `check`."""
     if self.makes_step is True:
       return check()
     _, passed = self.plan.compute_if(self.makes_step, lambda _: (check(),), jnp.asarray(True))
@@ -161,12 +159,10 @@ class Call(NamedTuple):
 
 
 class Outcome(NamedTuple):
-  """The outcome of a call.
+  """What a call of a transformation returns to the wrapper around it.
 
   Attributes:
-    result: the new stored params, or updates: zeros if no step was made.
-    state: the new state of the transformation.
-    made: whether a step was made.
+    result: the new stored params, or the updates (zeros if no step was made).
     failed_check: whether the step was skipped because its result would not have been finite.
   """
 
@@ -177,24 +173,24 @@ class Outcome(NamedTuple):
 
 
 class Wrapper(Protocol):
-  """A transformation that decides about the steps of another transformation, `inner`.
+  """A transformation that decides whether and how another transformation, `inner`, makes its step.
 
-  The state of a wrapper has the fields `inner_state` and `made`, which the driver sets. The class
-  of the state declares ``outcome=("made",)`` (:mod:`optax_boost._form._protocol`), so that outer
+  Its state has the fields `inner_state` and `made`, which the driver sets. The class of the state
+  declares ``outcome=("made",)`` (:mod:`optax_boost._form._protocol`), by which outer
   transformations and the train step find skipped steps.
   """
 
   @property
   def inner(self) -> optax.GradientTransformationExtraArgs:
-    """Returns the transformation about whose steps the wrapper decides."""
+    """Returns the transformation that the wrapper holds."""
 
   def init(self, params: optax.Params) -> optax.OptState:
     """Returns the initial state."""
 
   def before(self, call: Call, state: optax.OptState) -> tuple[Call, optax.OptState, Any]:
-    """Returns the call of `inner`, the new state, and a context for `after`.
+    """Returns the call of `inner`, the new state, and a value that `after` gets as `context`.
 
-    The driver keeps the old state if ``call.makes_step`` is False.
+    The driver keeps the old state if an outer wrapper skips the step (not ``call.makes_step``).
     """
 
   def after(
@@ -202,20 +198,20 @@ class Wrapper(Protocol):
   ) -> tuple[StepResult, optax.OptState]:
     """Returns the call's result and the new state, from the `outcome` of `inner`'s call.
 
-    The driver keeps the old scalars if ``call.makes_step`` is False. Larger arrays of the state
-    are updated by ``call.compute_if``, in place.
+    If ``call.makes_step`` is False, the driver keeps the old scalars of the state. It does not
+    select between larger arrays, so `after` updates these by ``call.compute_if``, in place.
     """
 
 
 def pass_on(
   wrapper: Wrapper, call: Call, outcome: Outcome, state: optax.OptState, context: Any
 ) -> tuple[StepResult, optax.OptState]:
-  """Returns the result and state unchanged: the method `after` of a wrapper that needs none."""
+  """Serves as the method `after` of a wrapper that changes neither the result nor the state."""
   return outcome.result, state
 
 
 def run(tx: optax.GradientTransformation, call: Call, state: optax.OptState) -> Outcome:
-  """Makes or skips the step of a transformation, through all its wrappers; returns the outcome."""
+  """Makes or skips the step of `tx`, which may be a wrapper, and returns the outcome."""
   form = _form.form_of(tx.update)
   wrapper: Wrapper | None = None if form is None else form.wrapper
   if form is None or wrapper is None:
@@ -228,8 +224,8 @@ def run(tx: optax.GradientTransformation, call: Call, state: optax.OptState) -> 
   result, last_state = wrapper.after(call, outcome, new_state, context)
   last_state = _new_if(call.makes_step, last_state, new_state, scalars_only=True)
   last_state = last_state._replace(inner_state=outcome.state, made=jnp.asarray(outcome.made))
-  # Only the innermost wrapper that asks for the check of the result counts the steps that fail the
-  # check, so outer wrappers see False.
+  # Of the wrappers that called `with_check`, only the innermost counts the steps that fail the
+  # check. So wrappers around it see False.
   asks = inner_call.plan.on_all_devices is not call.plan.on_all_devices
   failed_check = jnp.asarray(False) if asks else outcome.failed_check
   return Outcome(result, last_state, outcome.made, failed_check)
@@ -242,10 +238,7 @@ def _new_if(
   *,
   scalars_only: bool = False,
 ) -> optax.OptState:
-  """Returns the new state if `condition`, else the old state.
-
-  With `scalars_only`, arrays with axes are taken from the new state.
-  """
+  """Returns `new` if `condition`, else `old`; with `scalars_only`, arrays with axes are new."""
   if condition is True:
     return new
 
@@ -289,8 +282,8 @@ def _run_innermost(tx: optax.GradientTransformation, call: Call, state: optax.Op
   def check() -> _types.BoolScalar:
     nonlocal checked
     params, updates, new_state = update(call.stored_params, state)
-    # The new state is cast to the dtypes in which it will be kept, since a number that is finite in
-    # float32 may be infinite in float16.
+    # The check sees the new state in the dtypes in which it is kept, since a number that is finite
+    # in float32 may be infinite in float16.
     new_state = _arrays.cast_like(new_state, state)
     checked = params, updates, new_state
     new, old = updates, jax.tree.map(jnp.zeros_like, updates)
@@ -306,7 +299,7 @@ def _run_innermost(tx: optax.GradientTransformation, call: Call, state: optax.Op
   if makes_step is True:
     result, new_state = step(call.stored_params, state)
   elif _conditionals.is_concrete(makes_step) and makes_step and checked is not None:
-    # Outside of a trace, the update that was computed for the check is applied.
+    # Outside of a trace, the check has computed the updates already; they are applied.
     result, new_state = apply(call.stored_params, *checked)
   elif plan.applies_updates:
     made, result, new_state = plan.compute_if(makes_step, step, call.stored_params, state)
@@ -320,5 +313,5 @@ def _run_innermost(tx: optax.GradientTransformation, call: Call, state: optax.Op
 
 
 def _as_condition(flag: _types.Condition) -> _types.Condition:
-  """Returns a flag if it is an array, else True, since `made_step` found no state that tells."""
+  """Returns `flag` if it is an array; else True, since no state told whether a step was made."""
   return flag if isinstance(flag, jax.Array) else True

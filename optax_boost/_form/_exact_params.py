@@ -1,8 +1,7 @@
-"""Applies updates to params; where a state holds the exact new params, takes these.
+"""Adds updates to params, or takes the exact new params from the state of ``sgperm`` or ``laperm``.
 
-The params after a step of ``sgperm`` or ``laperm`` are a permutation of earlier params, which the
-method's state holds (``exact`` in :mod:`optax_boost._form._protocol`). The sum of a param and an
-update may differ from the permuted param by one rounding.
+The states of these methods hold the new params, a permutation of earlier params (``exact`` in
+:mod:`optax_boost._form._protocol`), since a param plus its update may miss it by one rounding.
 """
 
 import functools
@@ -18,7 +17,7 @@ from optax_boost._foundation import _masks, _placement, _types
 def apply_updates(
   params: optax.Params, updates: optax.Updates, state: optax.OptState
 ) -> optax.Params:
-  """Returns params plus updates, or, where a state holds the exact sum, the exact params."""
+  """Returns params plus updates; entries whose exact sum `state` holds are taken from `state`."""
   new = optax.apply_updates(params, updates)
   structure: _types.TreeDef = jax.tree.structure(params, is_leaf=_masks.is_masked)
   for node in _protocol.declaring_states(state, "exact"):
@@ -48,7 +47,7 @@ def _exact_if_reached(
   exact = _placement.in_device_memory(exact).astype(new.dtype)
   dtype = jnp.promote_types(new.dtype, update.dtype)
   step = exact.astype(dtype) - old.astype(dtype)
-  # The tolerance is relative to the step. If another transformation has changed an update, such as
-  # to zero in a frozen leaf, the update does not lead to `exact`, and `new` is taken.
+  # The tolerance is relative to the step. Another transformation may have changed the update, such
+  # as to zero in a frozen leaf. Then the update does not lead to `exact`, and `new` is taken.
   leads = jnp.isclose(update.astype(dtype), step, jnp.finfo(update.dtype).eps, 0, equal_nan=True)
   return jnp.where(leads & is_valid, exact, new)

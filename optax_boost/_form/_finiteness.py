@@ -1,12 +1,9 @@
-"""The rule of finiteness for every method: an entry is bad if it is NaN or infinite.
+"""Checks that all entries of trees are finite, by the rule of :func:`finite_entries`.
 
-:func:`finite_entries` defines the rule. The other functions tell whether it holds for all entries
-of a tree: they replace each good entry by zero and each bad entry by NaN. The sum is then finite
-exactly if all entries are good, and takes one pass over memory.
-
-Two cheaper proofs rest on the definition: if the square of an entry is finite, the entry is finite;
-if the largest magnitude in an array is finite, all entries of the array are finite. If you make the
-definition stricter, it must still accept every entry whose square is finite, or these proofs fail.
+A check replaces good entries by zero and bad entries by NaN. So one sum, in one pass over memory,
+is finite exactly if all entries are good. Two cheaper proofs rest on the rule: if an entry's square
+is finite, so is the entry; if the largest magnitude in an array is finite, so are all entries. A
+stricter rule must still accept every entry whose square is finite, or these proofs fail.
 """
 
 import collections
@@ -25,8 +22,8 @@ from optax_boost._foundation import _arrays, _conditionals, _placement, _types
 # small, since the time to compile a loop grows with the square of the number of its params.
 _SMALL = 8192
 _TOGETHER = 8
-# XLA 12: XLA for CPUs stores the terms of a sum. So this number of entries is summed before the
-# next entries are read.
+# XLA 12: XLA for CPUs stores the terms of a sum, so entries are summed in links: sums of at least
+# this number of entries, each of which is computed before the entries of the next link are read.
 _LINK = 2**19
 
 # A new array and the old array that it replaces, or None if there is no old array.
@@ -34,7 +31,7 @@ _Pair: TypeAlias = tuple[jax.Array, jax.Array | None]
 
 
 def finite_entries(x: jax.Array) -> jax.Array:
-  """Returns, for each entry of a gradient, param or state, whether it is finite."""
+  """Returns for each entry of a gradient, param or state whether it is neither NaN nor infinite."""
   return jnp.isfinite(x)
 
 
@@ -43,11 +40,10 @@ def all_finite(
   divisor: jax.typing.ArrayLike = 1.0,
   divide: Callable[[_types.SameTree], _types.SameTree] = lambda tree: tree,
 ) -> _types.BoolScalar:
-  """Returns whether every entry of ``divide(tree)``, a tree divided by `divisor`, is finite.
+  """Returns whether all entries of ``divide(tree)`` are finite; `divide` divides by `divisor`.
 
-  A finite sum of squares proves that all entries are. XLA for CPUs stores nothing for this sum. If
-  the sum overflows, a loop checks every entry. XLA stores the loop's input, which should be stored
-  anyway.
+  A finite sum of squares proves it; XLA for CPUs stores nothing for this sum. Only if the sum
+  overflows, a loop checks every entry of the quotients, and XLA stores the quotients.
   """
   tree = jax.lax.stop_gradient(tree)
   squares = _arrays.sum_squares_of_tree(tree).astype(jnp.float32) / divisor / divisor
@@ -60,21 +56,20 @@ def none_lost(
   new_state: optax.OptState = (),
   old_state: optax.OptState = (),
 ) -> _types.BoolScalar:
-  """Returns whether every entry that is finite in `old` and `old_state` is finite in the new trees.
+  """Returns whether each entry that is finite in an old tree is finite in the new tree, too.
 
-  An entry that is infinite in an old tree, such as the initial best loss of a search, must not
-  become NaN. One loop checks a param and its moments, which XLA computes from the same arrays, so
-  that XLA reads these arrays once.
+  An infinite entry of an old tree, such as the initial best loss of a search, must not become NaN.
+  One loop checks a param and its moments, since XLA computes them from the same arrays.
   """
   param_pairs, state_pairs = _inexact_pairs(new, old), _inexact_pairs(new_state, old_state)
   return _is_sound(_group_by_param(param_pairs, state_pairs))
 
 
 def sum_is_finite(total: _types.Tree, addend: _types.Tree) -> _types.BoolScalar:
-  """Returns whether all entries of ``total + addend`` are finite; the entries of `total` must be.
+  """Returns whether all entries of ``total + addend`` are finite; `total` must be finite.
 
-  If the sum of the addend's squares is finite, the addend's entries are too small for the sum to
-  overflow, and `total` is not read.
+  If the sum of the addend's squares is finite, its entries are too small to make the sum overflow.
+  Then `total` is not read.
   """
   total, addend = jax.lax.stop_gradient((total, addend))
 
@@ -95,8 +90,8 @@ def _every_entry_is_finite(tree: _types.Tree) -> _types.BoolScalar:
 def _unless_proven(
   proven: _types.BoolScalar, check: Callable[[], _types.BoolScalar]
 ) -> _types.BoolScalar:
-  """Returns True if `proven`, else the result of ``check()``, which then runs."""
-  # XLA 11: without the barrier, the check would run in every step on TPUs, even if it is proven.
+  """Returns True if `proven`, else ``check()``."""
+  # XLA 11: without the barrier, TPUs would run the check in every step, even if `proven`.
   _, holds = _conditionals.once_if(
     ~proven, lambda _: (jax.lax.optimization_barrier(check()),), proven
   )
@@ -109,7 +104,7 @@ def _has_wide_range(dtype: _types.Dtype) -> bool:
 
 
 def _inexact_pairs(new: _types.Tree, old: _types.Tree) -> list[_Pair]:
-  """Returns pairs of leaves with floating-point or complex dtypes; integers are always finite."""
+  """Returns the pairs of floating-point or complex leaves; integers are always finite."""
   pairs = zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True)
   return [pair for pair in pairs if jnp.issubdtype(jnp.result_type(pair[0]), jnp.inexact)]
 
@@ -117,7 +112,7 @@ def _inexact_pairs(new: _types.Tree, old: _types.Tree) -> list[_Pair]:
 def _group_by_param(
   param_pairs: Sequence[_Pair], state_pairs: Sequence[_Pair]
 ) -> list[list[_Pair]]:
-  """Returns groups of pairs: each param with its moments, and a few small params in one group."""
+  """Returns groups of pairs, each for one loop: a param with its moments, or a few small params."""
 
   def kind(pair: _Pair) -> tuple[Any, ...]:
     array = jax.typeof(pair[0])
@@ -129,8 +124,7 @@ def _group_by_param(
   seen: collections.Counter[Any] = collections.Counter()
   for pair in state_pairs:
     params = by_kind.setdefault(kind(pair), [[]])
-    # A tree of moments has its leaves in the order of the params. So the n-th pair of a kind
-    # belongs to the n-th param of this kind.
+    # Moments have the order of the params: the n-th pair of a kind belongs to its n-th param.
     params[seen[kind(pair)] % len(params)].append(pair)
     seen[kind(pair)] += 1
   groups = []
@@ -142,31 +136,28 @@ def _group_by_param(
 
 
 def _is_sound(groups: Sequence[Sequence[_Pair]]) -> _types.BoolScalar:
-  """Returns whether no entry of any pair ``(new, old)`` is newly bad, or bad if `old` is None."""
+  """Returns whether no pair ``(new, old)`` has a newly bad entry (:func:`_zero_or_nan`)."""
   groups = jax.lax.stop_gradient(groups)
   return jax.lax.platform_dependent(groups, cpu=_sums_in_links, default=_sums)
 
 
 def _sums(groups: Sequence[Sequence[_Pair]]) -> _types.BoolScalar:
-  """Computes :func:`_is_sound` by a sum for each array.
-
-  XLA for GPUs and TPUs computes these sums without temporaries (`make devices`).
-  """
+  """Computes :func:`_is_sound` on GPUs and TPUs, without temporaries (`make devices`)."""
   zero = jnp.zeros([], jnp.float32)
   products = [_zero_or_nan(new, old, zero) for group in groups for new, old in group]
   return jnp.isfinite(_total([jnp.sum(product) for product in products]))
 
 
 def _sums_in_links(groups: Sequence[Sequence[_Pair]]) -> _types.BoolScalar:
-  """Computes :func:`_is_sound` by a sum for each group, in links of at least `_LINK` entries.
+  """Computes :func:`_is_sound` on CPUs, where XLA stores the zeros and NaNs that it sums (XLA 12).
 
-  XLA for CPUs stores the zeros and NaNs that it sums (XLA 12). Each link depends on the sums of the
-  previous link, so XLA stores one link at a time, which fits into the cache.
+  Each link of at least `_LINK` entries depends on the sums of the link before, so that XLA stores
+  the terms of one link at a time. They fit into the cache.
   """
   sums: list[jax.Array] = []
   link, entries = jnp.zeros([], jnp.float32), 0
   for group in groups:
-    # `link` is zero, or, if a previous link has a bad entry, NaN, which makes the result False.
+    # `link` is zero, or NaN if an earlier link had a bad entry. NaN makes the result False.
     products = [_zero_or_nan(new, old, link) for new, old in group]
     sums.append(jnp.sum(functools.reduce(jnp.add, products)))
     entries += sum(product.size for product in products)
@@ -176,9 +167,10 @@ def _sums_in_links(groups: Sequence[Sequence[_Pair]]) -> _types.BoolScalar:
 
 
 def _zero_or_nan(new: jax.Array, old: jax.Array | None, link: jax.Array) -> jax.Array:
-  """Returns NaN where an entry is newly bad (finite before, or infinite and now NaN), else zero.
+  """Returns NaN in entries of `new` that are newly bad, else zero.
 
-  If there is no `old`, every bad entry is newly bad.
+  A bad entry is newly bad if it was finite in `old`, or if it is NaN and was infinite in `old`.
+  Without `old`, every bad entry is newly bad.
   """
   x = _placement.in_device_memory(new) + link.astype(new.dtype)
   good = finite_entries(x)

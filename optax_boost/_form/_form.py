@@ -12,25 +12,21 @@ from optax_boost._foundation import _tree_checks, _types
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Form:
-  """Describes a transformation of this package; an attribute `form` of its ``update`` function.
+  """A description of a transformation of this package: the attribute `form` of its ``update``.
 
   Attributes:
     method: the name of the function that makes the transformation.
-    state_type: the class of the transformation's state.
     wraps: the transformations that the transformation holds.
-    needs_params: whether ``update`` must be called with params.
-    allows_complex: whether leaves may be complex.
-    allows_pairs: whether the params may be the pair of ``optax.lookahead``.
+    allows_pairs: whether the params may be the pair of fast and slow params of ``optax.lookahead``.
     extra_args: the names of the extra arguments that the transformation's step takes.
-    frozen_groups: the group of each leaf, if the state requests ``frozen_groups``.
-    wrapper: the :class:`optax_boost._form._driver.Wrapper`; None for a method.
-    changes: when the transformation changes the updates of the one that it holds: "always", or only
-      if the params are in "half" precision.
-    keeps: what the transformation computes from the params after a step: their "average", or their
-      "rounding".
+    frozen_groups: the group of layers of each leaf, if the transformation freezes groups.
+    wrapper: the :class:`optax_boost._form._driver.Wrapper` that the driver runs, if any.
+    changes: whether the transformation changes the updates of the one that it holds: "always", only
+      if the params are in "half" precision, or never (None).
+    keeps: what the transformation computes from the params after a step: their "average", their
+      "rounding", or nothing (None).
     held_state_fields: the fields of the state that hold the states of `wraps`.
-    rebuild: a function that takes transformations, and returns this transformation with them as its
-      `wraps`.
+    rebuild: takes transformations; returns this transformation with them in place of `wraps`.
   """
 
   method: str
@@ -49,13 +45,13 @@ class Form:
 
   @property
   def holds_an_optimizer(self) -> bool:
-    """Returns whether this is a wrapper, whose state tells whether a step was made."""
+    """Returns whether the transformation holds others, and its state tells if a step was made."""
     return bool(self.wraps) and hasattr(self.state_type, "outcome")
 
   def check(
     self, updates: optax.Updates, state: optax.OptState, params: optax.Params | None
   ) -> None:
-    """Raises an error unless the arguments of ``update`` fit the transformation and each other."""
+    """Raises unless the arguments of ``update`` fit the transformation and each other."""
     if self.needs_params:
       _tree_checks.require_params(params, self.method)
     _state_check.check_type(state, self.state_type, self.method)
@@ -79,9 +75,9 @@ def wrappers_around(tx: optax.GradientTransformation) -> list[Form]:
 
 
 def form_of(update: Callable[..., Any]) -> Form | None:
-  """Returns the :class:`Form` of an ``update`` function of this package, else None.
+  """Returns the :class:`Form` of an ``update`` of this package; None for any other function.
 
-  ``functools.wraps`` copies the attribute `form` to a function around our ``update``. That function
-  may compute other updates, so the result is None for each function with ``__wrapped__``.
+  ``functools.wraps`` copies the attribute `form` to a user's function around our ``update``, which
+  may make other updates. So the result is None for each function with ``__wrapped__``.
   """
   return None if hasattr(update, "__wrapped__") else getattr(update, "form", None)

@@ -1,4 +1,4 @@
-"""Two rules for the order of wrappers, and a few more compositions that are refused.
+"""Refuses compositions of wrappers in a wrong order, most of which break one of two rules.
 
 First rule: a wrapper goes around a chain, never into a chain. If a wrapper were a member of a
 chain, the other members would act in steps that the wrapper skips, or change updates that the
@@ -6,12 +6,11 @@ wrapper has checked.
 
 Second rule: a wrapper that computes something from the new params (an average, masters, rounding)
 must see all changes of updates. Layer-wise decay and freezing change the updates of the innermost
-transformation that the driver calls. If this is a wrapper of optax, an average inside of it does
-not see the change, and would average other params.
+transformation that the driver calls. If this is a wrapper of optax, an average inside of the
+wrapper does not see the change, and would average other params.
 
-A transformation does not know which transformations hold it, but every transformation calls the
-``init`` of the transformations that it holds. So the Python stack in a wrapper's ``init`` shows
-every transformation around the wrapper, also of optax and of users.
+Every transformation calls the ``init`` of the transformations that it holds. So the Python stack in
+a wrapper's ``init`` shows all transformations around the wrapper, also of optax and of users.
 """
 
 from collections.abc import Iterator
@@ -24,18 +23,17 @@ import optax
 
 from optax_boost._form import _form
 
-# Transformations that, at least in some steps, replace the updates of the transformation that they
-# hold.
+# Transformations that replace the updates of what they hold, at least in some steps.
 _REPLACING = (
   *("laperm", "switch_after", "optax.lookahead"),
   *("optax.mechanize", "optax.sam", "optax.schedule_free"),
 )
-# Packages whose functions on the stack are not taken for transformations around a wrapper.
+# On the stack, functions of these packages are not taken for transformations.
 _PLUMBING = ("jax", "optax_boost")
 
 
 def check(form: _form.Form, params: optax.Params) -> None:
-  """Raises ValueError, in a wrapper's ``init``, if a transformation around it makes wrong steps."""
+  """Raises ValueError, in a wrapper's ``init``, if a transformation around it can't hold it."""
   name, in_chain, is_reached = form.method, True, True
   for holder, held_params in _holders():
     called = holder.method if isinstance(holder, _form.Form) else holder
@@ -74,8 +72,8 @@ def _changes_what_is_kept(holder: _form.Form, params: optax.Params, form: _form.
 def _holders() -> Iterator[tuple[_form.Form | str, optax.Params]]:
   """Yields the transformations around the wrapper whose ``init`` runs, innermost first.
 
-  Each is a pair: its Form, or its name if another package made it; and its params, None if unknown.
-  Chains of one member are left out.
+  Yields a Form and params, or, for a transformation of another package, its name and None. Chains
+  of one member are left out.
   """
   frame: Any = sys._getframe(2)  # of the wrapper's `init`
   our_init = frame.f_code

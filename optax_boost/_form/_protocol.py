@@ -3,9 +3,8 @@
 The class of a method's state may declare tuples of field names:
 
   metrics   fields that the train step reports: ``("trust_ratio", "lars/notfinite_count")``. A
-            metric's name is the name of the field, or a prefix, a slash and the name of the field.
-            The prefix distinguishes metrics of two methods whose fields have the same name.
-  requests  fields by which the state makes a request to the train step: ``("loss_scale",)``
+            prefix and a slash before a field's name distinguish the metrics of two methods.
+  requests  fields by which the state asks something of the train step: ``("loss_scale",)``
   outcome   the field that tells whether the last call made a step: ``("made",)``
   skips     fields that count the calls that left their batch out: ``("notfinite_count",)``
   exact     fields that hold the exact params after the step, which params plus updates may miss by
@@ -16,18 +15,16 @@ The train step knows four requests and no method by name:
 
   loss_scale        scalar float32; the train step multiplies the loss by this number before it
                     differentiates the loss
-  frozen_groups     scalar int32; the number of first groups of layers whose backward pass is not
-                    computed. The field `frozen_for`, scalar int32, is a number of steps during
-                    which `frozen_groups` does not change
+  frozen_groups     scalar int32; the train step leaves out the backward pass of this number of
+                    first groups of layers. The field `frozen_for`, scalar int32, is a number of
+                    steps during which `frozen_groups` does not change
   full_gradient     the mean gradient over all of the data, which ``TrainStep.refresh`` passes to
                     the state's method ``with_full_gradient(params, full_gradient)``
   weight_sum        the sum of the extra arguments `weight`, the sizes of micro-batches
 
-The declarations are attributes of the state's class, not entries of the state. So a param may be
-named ``metrics`` and is not taken for a declaration. The field `hidden` of a state lists the paths
-of the leaves that ``optax.masked`` hides from the method. The groups of leaves are static, so no
-state can hold the groups. The Form that describes the transformation holds them
-(:mod:`optax_boost._form._form`).
+Declarations are attributes of the class, so a param named ``metrics`` is not taken for a
+declaration. The field `hidden` of a state lists the paths of the leaves that ``optax.masked`` hides
+from the method. The groups of leaves are static, so the Form holds them.
 """
 
 import collections
@@ -49,11 +46,7 @@ _State = TypeVar("_State")
 
 
 def declares(**declarations: tuple[str, ...]) -> Callable[[type[_State]], type[_State]]:
-  """Returns a decorator that adds declarations, such as ``metrics=("x",)``, to a state's class.
-
-  The statement ``metrics = ("trust_ratio",)`` in the class would do the same, but mypy refuses it
-  in a NamedTuple.
-  """
+  """Returns a decorator that declares names in a state's class: mypy refuses assignments there."""
 
   def declare(state_type: type[_State]) -> type[_State]:
     for kind, names in declarations.items():
@@ -74,19 +67,19 @@ def _declared_names(state_type: type, kind: str) -> tuple[str, ...]:
 
 
 def declared(state: _types.Tree, kind: str) -> tuple[str, ...]:
-  """Returns the names that a state's class declares; `kind` is ``"metrics"`` or another kind."""
+  """Returns the names that a state's class declares as `kind`, such as ``"metrics"``."""
   state_type: Any = type(state)
   names = _declared_names(state_type, kind)
   if not names:
     return ()
-  # A tree of moments may be an instance of a user's model class with an attribute `metrics`. Such a
+  # A tree of moments may be an instance of a user's model class with an attribute `metrics`. That
   # tree is not a state, and lacks the fields.
   fields = (hasattr(state, name.rpartition("/")[2]) for name in names)
   return names if isinstance(state, tuple) or all(fields) else ()
 
 
 def declaring_states(opt_state: optax.OptState, kind: str) -> list[optax.OptState]:
-  """Returns the states in an optimizer state that declare a kind, inner states first."""
+  """Returns the states in an optimizer state that declare `kind`, inner states first."""
   return [
     node
     for node in _trees.nodes(opt_state)
@@ -122,7 +115,7 @@ def is_requested(opt_state: optax.OptState, request: str) -> bool:
 
 
 def requesting_state(opt_state: optax.OptState, request: str) -> optax.OptState:
-  """Returns the state that declares a request, or None; raises ValueError if several states do."""
+  """Returns the state that declares a request, or None; raises ValueError for several."""
   states = _requesting_states(opt_state, request)
   if len(states) > 1:
     types = ", ".join(type(state).__name__ for state in states)
@@ -139,8 +132,8 @@ def requesting_state(opt_state: optax.OptState, request: str) -> optax.OptState:
 def unseen_by_scale(opt_state: optax.OptState, tree: _types.Tree) -> list[jax.Array]:
   """Returns the leaves of a tree that ``optax.masked`` hides from all loss scales in a state.
 
-  A wrapper may act on overflows in these leaves alone: an overflow in another leaf is left to the
-  loss scale, which shrinks.
+  A wrapper around a loss scale skips a step only for overflows in these leaves: the loss scale must
+  see an overflow in any other leaf, so that it shrinks.
   """
   seen = [seen_leaves(state, tree) for state in _requesting_states(opt_state, LOSS_SCALE)]
   leaves = jax.tree.leaves(tree)
@@ -150,10 +143,7 @@ def unseen_by_scale(opt_state: optax.OptState, tree: _types.Tree) -> list[jax.Ar
 def renew_full_gradients(
   opt_state: optax.OptState, params: optax.Params, full_gradient: optax.Updates
 ) -> optax.OptState:
-  """Returns an optimizer state with the full gradient in every state that requests it.
-
-  The full gradient is the mean over all of the data. Raises ValueError if no state requests it.
-  """
+  """Returns `opt_state` with the full gradient put into each state that requests it."""
   if not is_requested(opt_state, FULL_GRADIENT):
     raise ValueError(
       "`refresh` needs an optimizer state that asks for the full gradient, such as the state of"
@@ -181,12 +171,12 @@ def _field(state: _types.Tree, state_type: type, field: str, kind: str) -> Any:
 
 
 class GroupAssignment(NamedTuple):
-  """The group of each leaf, for the request `frozen_groups`.
+  """The group of layers of each leaf, for the request `frozen_groups`.
 
   Attributes:
-    number: returns, for a tree, the tree of its leaves' groups. If a leaf holds layers of several
-      groups, the entry is an array of groups that broadcasts against the leaf.
-    num_groups: the number of groups.
+    number: takes a tree of the params' structure; returns a tree with the group number of each
+      leaf. If a leaf holds layers of several groups, its entry is an array of group numbers that
+      broadcasts against the leaf.
   """
 
   number: Callable[[_types.Tree], _types.Tree]
@@ -194,14 +184,11 @@ class GroupAssignment(NamedTuple):
 
 
 def hidden_leaves(params: optax.Params) -> dict[str, optax.MaskedNode]:
-  """Returns a dict, without arrays, whose keys are the paths that ``optax.masked`` hides.
-
-  A state has this dict as its field `hidden`.
-  """
+  """Returns a state's field `hidden`: a dict whose keys are the paths of masked leaves."""
   return dict.fromkeys(_masks.masked_paths(params), optax.MaskedNode())
 
 
 def seen_leaves(state: optax.OptState, tree: _types.Tree) -> list[bool]:
-  """Returns for each leaf whether a state's method sees the leaf: no ``optax.masked`` hides it."""
+  """Returns for each leaf whether a state's method sees it: ``optax.masked`` does not hide it."""
   hidden = [f"{path}/" for path in getattr(state, "hidden", ())]
   return [not f"{path}/".startswith(tuple(hidden)) for path in _paths.leaf_paths(tree)]

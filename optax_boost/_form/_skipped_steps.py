@@ -1,8 +1,8 @@
 """Tells from the states before and after a call whether it made a step or left its batch out.
 
-The classes of this package's states declare the fields that tell
-(:mod:`optax_boost._form._protocol`). The states of optax's ``MultiSteps``, ``apply_if_finite`` and
-``partition`` are known, too.
+Reads the fields that the classes of this package's states declare for it
+(:mod:`optax_boost._form._protocol`), and states of ``optax.MultiSteps``, ``optax.apply_if_finite``
+and ``optax.partition``.
 """
 
 from collections.abc import Hashable
@@ -20,8 +20,7 @@ from optax_boost._foundation import _trees, _types
 def made_step(before: optax.OptState, after: optax.OptState) -> _types.Condition:
   """Returns whether the call that led from state `before` to state `after` made a step.
 
-  The state of a wrapper tells this for all transformations inside. A transformation whose state
-  does not tell makes a step in every call.
+  A wrapper's state tells this for all transformations inside. If no state tells, returns True.
   """
 
   def tells(node: _types.Tree) -> bool:
@@ -50,8 +49,8 @@ def _part_made_step(
 ) -> _types.Condition:
   """Returns whether any of the transformations that ``optax.partition`` holds made a step."""
   inner = {key: getattr(part, "inner_state", part) for key, part in after.items()}
-  # `optax.set_to_zero` is left out, since it moves no params. Its state is an EmptyState, while the
-  # states of `optax.sgd` and of other chains are tuples.
+  # `optax.set_to_zero` moves no params, so its part does not count. Its state is an EmptyState,
+  # while the states of `optax.sgd` and of other chains are tuples.
   moving = [key for key in after if not isinstance(inner[key], optax.EmptyState)]
   parts_made_step = [made_step(before[key], after[key]) for key in moving or after]
   return functools.reduce(operator.or_, parts_made_step, np.bool_(False))
@@ -60,8 +59,7 @@ def _part_made_step(
 def left_out(before: optax.OptState, after: optax.OptState) -> _types.BoolScalar | None:
   """Returns whether the call that led from state `before` to state `after` left its batch out.
 
-  Such a call skipped its step or dropped its micro-batch. Returns None if no state counts such
-  calls.
+  Such a call skipped its step or dropped its micro-batch. Returns None if no state counts this.
   """
   optax_states = optax.MultiStepsState | optax.ApplyIfFiniteState
 
@@ -75,8 +73,8 @@ def left_out(before: optax.OptState, after: optax.OptState) -> _types.BoolScalar
   flags = []
   for old, new in zip(counting(before), counting(after), strict=True):
     if isinstance(new, optax.MultiStepsState):
-      # `should_skip` is the decision of optax's function about skipping a micro-batch. The call was
-      # skipped only if, in addition, no count has moved.
+      # `should_skip` is what optax's `skip_not_finite` or `skip_large_updates` decided. The
+      # micro-batch was left out only if, in addition, no count has moved.
       if isinstance(new.skip_state, dict) and "should_skip" in new.skip_state:
         counts = zip(old[:2], new[:2], strict=True)
         unmoved = functools.reduce(operator.and_, [x == y for x, y in counts])

@@ -1,8 +1,7 @@
 """Checks that raise for a state of another transformation, or of other params.
 
-Train steps and ``apply_gradients`` call :func:`check`, which compares a whole optimizer state with
-the state that ``init`` makes. The other functions check the state of a single transformation, in
-its ``update``.
+:func:`check` compares a whole optimizer state with the one that ``init`` makes; train steps and
+``apply_gradients`` call it. The other functions check one transformation's state in ``update``.
 """
 
 from collections.abc import Callable, Sequence
@@ -61,7 +60,7 @@ def check(
   """Raises ValueError unless `opt_state` has the arrays that ``tx.init(params)`` makes.
 
   Without the check, a state of other params might broadcast against the params. The check runs once
-  for each transformation and each combination of types.
+  for each ``init`` and each combination of types.
   """
   structure: _types.TreeDef
   leaves, structure = jax.tree.flatten((opt_state, params))
@@ -97,8 +96,7 @@ def _difference(
       warnings.simplefilter("ignore")
       expected = jax.eval_shape(init, params)
   except Exception:
-    # The state is not compared if `init` computes with the values of the params, and so can't run
-    # on abstract params.
+    # If `init` computes with the values of the params, it can't run here: nothing is compared.
     return ""
   required, present = set(_paths.leaf_paths(expected)), set(_paths.leaf_paths(opt_state))
   if lacking := sorted(required - present):
@@ -111,8 +109,8 @@ def _difference(
 def _array_difference(expected: optax.OptState, opt_state: optax.OptState) -> str:
   """Returns, in words, how an array differs from the expected array of the same path, or "".
 
-  Only the shapes of arrays and the kinds of numbers must be equal. Scalars are not compared, since
-  the first update of another package may make arrays of them, or change a leaf's precision.
+  Shapes and kinds of numbers must agree, not dtypes: the first update of another package may change
+  a leaf's precision. It may also make arrays of Python numbers, so scalars are not compared.
   """
   leaves = dict(zip(_paths.leaf_paths(opt_state), jax.tree.leaves(opt_state), strict=True))
   for path, array in zip(_paths.leaf_paths(expected), jax.tree.leaves(expected), strict=True):

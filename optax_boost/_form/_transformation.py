@@ -1,10 +1,6 @@
-"""Makes every transformation of this package.
+"""Makes every transformation: a method by :func:`transformation`, a wrapper by :func:`wrapper`.
 
-:func:`transformation` makes a method, which computes updates from gradients, from two functions:
-``init(params)`` and ``step(updates, state, params)``. :func:`wrapper` makes a wrapper, which
-decides whether and how another transformation makes its step, from an object with the methods
-``init``, ``before`` and ``after`` (:mod:`optax_boost._form._driver`). Both convert NumPy arrays to
-JAX arrays, check the arguments of ``update``, and make a
+Both convert NumPy arrays to JAX arrays, check the arguments of ``update``, and make a
 :class:`~optax_boost._form._form.Form` an attribute of ``update``.
 """
 
@@ -30,11 +26,10 @@ def transformation(
   allows_complex: bool = False,
   **form_options: Any,
 ) -> optax.GradientTransformationExtraArgs:
-  """Makes a transformation that computes updates from gradients, from `init` and `step`.
+  """Makes a method, which computes updates from gradients, from the functions `init` and `step`.
 
   ``step(updates, state, params, **extra_args)`` gets the extra arguments that are its keyword-only
-  parameters, or all extra arguments if it takes ``**extra_args``. `form_options` are further
-  attributes of the transformation's Form.
+  parameters, or all if it takes ``**extra_args``. `form_options` are attributes of the Form.
   """
   parameters = inspect.signature(step).parameters.values()
   takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
@@ -62,10 +57,9 @@ def wrapper(
   holder: _driver.Wrapper,
   **form_options: Any,
 ) -> optax.GradientTransformationExtraArgs:
-  """Makes a wrapper of ``holder.inner``, about whose steps the methods of `holder` decide.
+  """Makes a wrapper from a `holder`, whose methods decide about the steps of ``holder.inner``.
 
-  `form_options` are further attributes of the wrapper's Form. Raises TypeError if the class of the
-  state does not declare ``outcome=("made",)``.
+  `form_options` are attributes of the Form. `state_type` must declare ``outcome=("made",)``.
   """
   if getattr(state_type, "outcome", None) != ("made",):
     raise TypeError(
@@ -125,7 +119,7 @@ def _with_form(
     updates, params = _arrays.as_jax((updates, params))
     return step(updates, state, params, _extra_args.as_jax_gradients(extra_args))
 
-  # The form is an attribute of the function `update`, not of the pair of functions, since
+  # The form is an attribute of the function `update`, not of the pair `(init, update)`, since
   # `jax.tree.map` makes a new pair.
   update.form = form  # type: ignore[attr-defined]
   return optax.GradientTransformationExtraArgs(init_fn, update)

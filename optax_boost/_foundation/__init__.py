@@ -1,6 +1,4 @@
-"""Functions on arguments, trees, arrays and files, which all other folders use.
-
-No function here depends on an optimizer or a method of the package.
+"""Functions on arguments, trees, arrays and files; none depends on an optimizer or a method.
 
 The modules, each of which imports those before it:
 

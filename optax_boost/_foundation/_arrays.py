@@ -1,4 +1,4 @@
-"""Arrays: their dtypes, sums of squares, counters, and stacks of small leaves."""
+"""Functions on arrays: dtypes, sums of squares, counters, and groups of small leaves."""
 
 from collections.abc import Callable, Hashable, Sequence
 import functools
@@ -19,7 +19,7 @@ _TOGETHER = 16
 
 
 def increment_if(flag: jax.Array, count: jax.Array) -> jax.Array:
-  """Returns `count` plus one if `flag`, else `count`; the largest int of its dtype is the limit."""
+  """Returns ``count + 1`` if `flag`, else `count`; stays at the largest integer of its dtype."""
   return jnp.where(flag, optax.safe_increment(count), count)
 
 
@@ -42,7 +42,7 @@ def copy_arrays(
 
 
 def as_jax(tree: _types.SameTree) -> _types.SameTree:
-  """Returns a tree with floating-point NumPy arrays as JAX arrays, in float64 only under x64."""
+  """Returns a tree with its floating-point NumPy arrays as JAX arrays; float64 needs x64."""
 
   def convert(leaf: _types.Leaf) -> _types.Leaf:
     is_numpy = isinstance(leaf, np.ndarray | np.generic)
@@ -52,10 +52,9 @@ def as_jax(tree: _types.SameTree) -> _types.SameTree:
 
 
 def accumulator_dtype(dtype: _types.Dtype) -> jnp.dtype:
-  """Returns the dtype in which values of `dtype` are summed: at least float32, enabled in JAX."""
+  """Returns the dtype in which `dtype` is summed: at least float32; float64 needs x64."""
   dtype = jax.dtypes.canonicalize_dtype(dtype)
-  # The user may have forbidden the promotion of dtypes (`jax.numpy_dtype_promotion`), so the sizes
-  # of the dtypes are compared instead.
+  # Compare sizes, since the user may have forbidden promotion (`jax.numpy_dtype_promotion`).
   is_wide_enough = jnp.issubdtype(dtype, jnp.inexact) and jnp.dtype(dtype).itemsize >= 4
   return jnp.dtype(dtype if is_wide_enough else jnp.float32)
 
@@ -72,10 +71,10 @@ def widen(x: jax.Array) -> jax.Array:
 
 
 def divide(x: jax.Array, divisor: jax.Array, largest: float = float("inf")) -> jax.Array:
-  """Divides `x` by a positive `divisor` of at most `largest`; multiplies with the inverse.
+  """Returns ``x / divisor`` in the dtype of `x`, for a positive `divisor` of at most `largest`.
 
-  XLA computes a product again for each use, but stores a quotient (XLA 13). If the divisor is a
-  power of two, the result is exact. The result has the dtype of `x`.
+  Multiplies by the inverse, since XLA stores a quotient, but computes a product again for each use
+  (XLA 13). If the divisor is a power of two, the result is exact.
   """
   dividend = widen(x)
   divisor = divisor.astype(dividend.real.dtype)
@@ -111,10 +110,10 @@ def sum_squares_of_tree(tree: _types.Tree) -> jax.Array:
 
 
 def group_small_leaves(keys: Sequence[Hashable], *columns: Sequence[jax.Array]) -> list[list[int]]:
-  """Returns lists of indices of leaves; small leaves with equal keys and types are in one list.
+  """Groups the indices of leaves: small leaves with equal keys and types share a list.
 
-  A column is a list of leaves, one for each key. Callers stack the leaves of a list along a new
-  axis, so sharded leaves stay on their devices.
+  Each column has a leaf for each key. Callers stack the leaves of a list along a new axis, so
+  sharded leaves stay on their devices.
   """
   groups: dict[Hashable, list[int]] = {}
   for i, (key, *leaves) in enumerate(zip(keys, *columns, strict=True)):
@@ -125,7 +124,7 @@ def group_small_leaves(keys: Sequence[Hashable], *columns: Sequence[jax.Array]) 
 
 
 def chunk_small_leaves(*trees: _types.Tree) -> list[list[list[jax.Array]]]:
-  """Returns chunks of leaves, one for each reduction; a chunk has a list of leaves of each tree."""
+  """Returns chunks of leaves, each for one reduction; a chunk has a list of leaves of each tree."""
   columns = list(map(jax.tree.leaves, trees))
   groups = group_small_leaves([None] * len(columns[0]), *columns)
   chunks = [group[i : i + _TOGETHER] for group in groups for i in range(0, len(group), _TOGETHER)]
@@ -135,8 +134,8 @@ def chunk_small_leaves(*trees: _types.Tree) -> list[list[list[jax.Array]]]:
 def cast_like(tree: _types.SameTree, like: _types.Tree) -> _types.SameTree:
   """Casts each array of `tree` to the dtype of the array in the same position of `like`.
 
-  Conditionals, scans and compiled steps need results with the dtypes of their operands, but, for
-  example, a float16 momentum becomes float32 when a float32 gradient is added.
+  Conditionals, scans and compiled steps need results with the dtypes of their operands. But a
+  float16 momentum, for example, becomes float32 when a float32 gradient is added.
   """
   return jax.tree.map(lambda x, y: x if _dtype(x) == _dtype(y) else x.astype(_dtype(y)), tree, like)
 

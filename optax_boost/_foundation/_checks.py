@@ -1,4 +1,4 @@
-"""Checks of the arguments that users pass to factories, and functions that write the messages."""
+"""Checks of the arguments that users pass to factories."""
 
 from collections.abc import Sequence
 import inspect
@@ -14,7 +14,7 @@ import optax
 
 from optax_boost._foundation import _types
 
-# The largest int32. Counters on the device are int32, so no larger count is allowed.
+# The largest int32: counters on the device are int32.
 LARGEST_COUNT = 2**31 - 1
 
 
@@ -53,9 +53,9 @@ def _is_real(dtype: _types.Dtype) -> bool:
 
 
 def concrete_number(value: _types.Unchecked) -> Any:
-  """Returns the number in a scalar array; None if it is traced or on other hosts.
+  """Returns the number in a scalar array, and any value that is not an array unchanged.
 
-  A value that is not an array is returned, and an array with axes gives None.
+  Returns None if the array is traced, has axes, or is not whole in this process.
   """
   if not is_any_array(value):
     return value
@@ -92,8 +92,7 @@ def check_number(
 ) -> None:
   """Raises TypeError unless an argument is a real number, and ValueError if it is out of range.
 
-  `below` is an exclusive bound. A traced number, which ``optax.inject_hyperparams`` passes, is not
-  compared with the bounds.
+  `below` is an exclusive bound. Traced numbers are not compared with the bounds.
   """
   if is_any_array(value):
     dtype = _dtype_of(value)
@@ -124,8 +123,7 @@ def check_number(
     required = " and ".join(text for _, text, applies in bounds if applies)
     advice = ""
     if is_array(value) and dtype in (jnp.float16, jnp.bfloat16):
-      # The number may be out of range by its dtype alone: 65,536 is infinite in float16, and 0.999
-      # is 1 in bfloat16.
+      # The dtype alone may be the cause: 65,536 is infinite in float16, and 0.999 is 1 in bfloat16.
       advice = (
         f" Under `optax.inject_hyperparams` numbers have the params' dtype, here {dtype}: pass"
         " `hyperparam_dtype=jnp.float32`."
@@ -143,7 +141,7 @@ def check_whole_number(
 ) -> None:
   """Raises TypeError or ValueError unless an argument is a whole number within bounds.
 
-  A `static` number sets a shape, so it can't be an array. A traced array passes the bounds.
+  A `static` number sets a shape, so it can't be an array. The bounds don't apply to traced arrays.
   """
   array = is_any_array(value) and jnp.issubdtype(_dtype_of(value), jnp.integer)
   if not (array or is_integer(value)):
@@ -168,10 +166,7 @@ def check_bool(name: str, value: _types.Unchecked) -> None:
 def check_callable(
   name: str, value: _types.Unchecked, form: str = "", *, optional: bool = False
 ) -> None:
-  """Raises TypeError unless an argument is callable, or None if `optional`.
-
-  `form` is the call as the message shows it, such as ``loss_fn(params, *args)``.
-  """
+  """Raises TypeError, which shows the call `form`, unless an argument is callable (or None)."""
   if not (callable(value) or (optional and value is None)):
     how = f", called as `{form}`" if form else ""
     raise TypeError(f"`{name}` must be callable{how}; got {shorten(value)}.")
@@ -188,10 +183,7 @@ def check_type(
 def check_transformation(
   name: str, value: _types.Unchecked
 ) -> optax.GradientTransformationExtraArgs:
-  """Returns a transformation with an ``update`` that accepts any extra argument.
-
-  Raises TypeError unless `value` is a transformation.
-  """
+  """Returns `value` as a transformation that takes any extra argument, or raises TypeError."""
   if not isinstance(value, optax.GradientTransformation):
     hint = "Did you pass the factory instead of what it returns?"
     if isinstance(value, optax.MultiSteps):
@@ -212,8 +204,8 @@ def check_transformation(
     return tx.update(updates, state, params, **accepted)
 
   update.wraps = tx  # type: ignore[attr-defined]
-  # If `update` refuses unknown extra arguments, `optax.with_extra_args_support` returns the
-  # transformation unchanged, so the wrapper above drops these arguments.
+  # `optax.with_extra_args_support` returns a transformation unchanged if it is declared to take
+  # extra arguments, even if its `update` refuses unknown ones. The function above drops these.
   return optax.GradientTransformationExtraArgs(tx.init, update)
 
 
@@ -224,7 +216,7 @@ def check_learning_rate(learning_rate: _types.Unchecked, name: str = "learning_r
 
 
 def as_key(name: str, key: Any) -> jax.Array:
-  """Returns a key as it is, or the key of an integer seed; raises for any other argument."""
+  """Returns a key unchanged, or the key of an integer seed; raises for any other argument."""
   if isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
     if key.shape:
       raise ValueError(f"`{name}` must be one key; got an array of keys of shape {key.shape}.")

@@ -1,4 +1,4 @@
-"""Computations that run if a condition holds, and update buffers in place where XLA can."""
+"""Computations that run only if a condition holds, and update buffers in place where XLA can."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,12 +11,12 @@ from optax_boost._foundation import _arrays, _mesh_axes, _types
 
 
 def is_concrete(condition: _types.Unchecked) -> bool:
-  """Returns whether a condition has a value, so that callers need no ``lax.cond``."""
+  """Returns whether a condition is not traced, so that Python's ``if`` can read it."""
   return not isinstance(condition, jax.core.Tracer)
 
 
 def both(first: _types.Condition, second: _types.Condition) -> _types.Condition:
-  """Returns whether both conditions hold; returns one of them if the other is Python's True."""
+  """Returns ``first & second``, or one of them unchanged if the other is Python's True."""
   if first is True or first is second:
     return second
   return first if second is True else first & second
@@ -28,7 +28,7 @@ def cond(
   if_false: Callable[..., _types.SameTree],
   *args: Any,
 ) -> _types.SameTree:
-  """Returns ``if_true(*args)`` or ``if_false(*args)``; a traced condition needs ``lax.cond``."""
+  """Returns ``if_true(*args)`` or ``if_false(*args)``, by ``lax.cond`` if `condition` is traced."""
   if is_concrete(condition):
     return if_true(*args) if condition else if_false(*args)
   return jax.lax.cond(condition, if_true, if_false, *args)
@@ -39,8 +39,8 @@ def once_if(
 ) -> tuple[Any, ...]:
   """Calls ``function(*carry)`` if `condition`, else returns `carry`; updates buffers in place.
 
-  Returns ``(called, *results)``. `called` equals `condition`. A computation that must run after
-  the call depends on `called` instead of `condition`.
+  Returns ``(called, *results)``; `called` equals `condition`. A computation that must run after
+  `function` uses `called`, which depends on the results, instead of `condition`.
   """
 
   def call(carry: Sequence[Any]) -> tuple[Any, ...]:
@@ -50,8 +50,8 @@ def once_if(
     return (jnp.asarray(condition), *(call(carry) if condition else carry))
   if jax.sharding.get_abstract_mesh().manual_axes:
     carry = jax.tree.map(_mesh_axes.vary, carry, jax.eval_shape(call, carry))
-  # XLA 10: a `while_loop` that calls `function` once or never replaces `lax.cond`, because
-  # `lax.cond` copies the operands that a branch returns unchanged.
+  # XLA 10: `lax.cond` copies operands that a branch returns unchanged. So `function` is called by a
+  # `while_loop` of one iteration or none.
   going, *carried = jax.lax.while_loop(
     lambda loop: loop[0], lambda loop: (loop[0] & False, *call(loop[1:])), (condition, *carry)
   )
@@ -63,8 +63,8 @@ def replace_if(
 ) -> _types.SameTree:
   """Returns ``function(old, *operands)`` if `condition`, else `old`; updates buffers in place.
 
-  A derivative rule makes the result differentiable in reverse mode, unlike the result of a while
-  loop. The rule requires that `function` does not close over differentiated arrays.
+  Unlike the result of a while loop, the result can be differentiated in reverse mode, if `function`
+  does not close over differentiated arrays.
   """
 
   @jax.custom_jvp
@@ -93,8 +93,7 @@ def update_if(
 ) -> tuple[optax.Updates, optax.OptState]:
   """Returns ``update(state)`` if `condition`, else zero updates and `state`.
 
-  `shapes` is the tree of the updates' shapes and dtypes. If it is None, the function traces
-  `update` once more to find the shapes.
+  `shapes` has the updates' types. If it is None, `update` is traced once more to find the types.
   """
 
   def step(state: optax.OptState) -> tuple[optax.Updates, optax.OptState]:
@@ -111,14 +110,14 @@ def update_if(
     return step(state)
   if shapes is None:
     shapes, _ = jax.eval_shape(update, state)
-  # `lax.cond` is called even if the condition is known, since on a mesh with Explicit axes sharded
-  # zeros can be made only inside of a trace.
+  # On a mesh with Explicit axes, sharded zeros can be made only inside of a trace. So `lax.cond` is
+  # called on such a mesh even if the condition is known.
   on_mesh = any(shape.sharding is not None for shape in jax.tree.leaves(shapes))
   return (jax.lax.cond if on_mesh else cond)(condition, step, skip, state)
 
 
 def nan_if(condition: _types.Condition | None, tree: _types.SameTree) -> _types.SameTree:
-  """Returns a tree with NaN in floating-point leaves if `condition`; without condition, `tree`."""
+  """Returns `tree`, with NaN in floating-point leaves if `condition`; None counts as False."""
   if condition is None:
     return tree
 

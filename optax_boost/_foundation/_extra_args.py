@@ -9,10 +9,7 @@ _Value = TypeVar("_Value")
 
 
 def require_extra(value: _Value | None, name: str, method: str, purpose: str) -> _Value:
-  """Returns an extra argument that ``update`` needs; raises ValueError if it is None.
-
-  The message tells the `purpose` of the argument.
-  """
+  """Returns the extra argument `value`; if it is None, raises a ValueError with its `purpose`."""
   if value is None:
     raise ValueError(
       f"`{method}` needs the extra argument `{name}` ({purpose}); got none. Call"
@@ -34,22 +31,19 @@ def map_gradients(
   updates: _types.Updates,
   extra_args: _types.ExtraArgs,
 ) -> tuple[_types.Updates, _types.ExtraArgs]:
-  """Applies a function to `updates`, to the extra argument `grad`, and to the results of `grad_fn`.
-
-  Returns the new updates and the new extra arguments.
-  """
+  """Returns `updates` and `extra_args` with `function` applied to all gradients in them."""
   extra = dict(extra_args)
 
   def apply(gradients: _types.Updates) -> _types.Updates:
-    # The function was made for the leaves of `updates`. A leaf that `gradients` alone hides is
+    # `function` takes trees with all leaves of `updates`. A leaf that `gradients` alone hides is
     # filled in for the call, and hidden again in the result.
     seen = _masks.mask_like(gradients, updates)
     return _masks.mask_like(function(_masks.fill_masked(seen, updates)), seen)
 
   if extra.get("grad") is not None:
     if _masks.leaves_like(extra["grad"], updates) is None:
-      # Inside ``optax.flatten``, `grad` has other leaves than `updates`. It is dropped, and methods
-      # that need `grad` raise an error.
+      # Inside ``optax.flatten``, `grad` has other leaves than `updates`. So `grad` is dropped, and
+      # methods that need `grad` raise an error.
       del extra["grad"]
     else:
       extra["grad"] = apply(extra["grad"])
@@ -60,9 +54,9 @@ def map_gradients(
 
 
 def accept_extra_args(function: _types.Closure) -> _types.Closure:
-  """Returns a function of params that ignores the extra arguments of optax_boost's methods.
+  """Returns `function` with a signature that names the extra arguments of optax_boost's methods.
 
-  A line search of optax passes to the function each extra argument that is in its signature.
+  optax's line searches refuse extra arguments that the signature of `function` does not name.
   """
 
   def call(

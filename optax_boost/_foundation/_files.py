@@ -8,13 +8,13 @@ from typing import BinaryIO
 
 
 def write_atomically(path: str | os.PathLike[str], write: Callable[[BinaryIO], object]) -> None:
-  """Writes a file under a temporary name in its folder, then renames it to `path`.
+  """Writes a file under a temporary name in its folder, then renames the file to `path`.
 
-  If `path` is a symbolic link, the function replaces the target of the link. The file keeps its
-  permissions. If writing fails, the old file is unchanged, and an OSError names `path`.
+  If `path` is a symbolic link, its target is replaced. An existing file keeps its permissions. If
+  writing fails, the old file is unchanged, and an OSError names `path`.
   """
   target = pathlib.Path(os.path.realpath(path))
-  # `tempfile.mkstemp` is not used, since only the owner may read a file that it makes.
+  # Not `tempfile.mkstemp`, which makes files that only their owner may read.
   temporary = target.with_name(f".{target.name[:40]}.{secrets.token_hex(8)}.tmp")
   try:
     with open(temporary, "xb") as file:
@@ -25,7 +25,7 @@ def write_atomically(path: str | os.PathLike[str], write: Callable[[BinaryIO], o
       os.chmod(temporary, target.stat().st_mode & 0o777)
     os.replace(temporary, target)
   except OSError as error:
-    # The error names the temporary file, or, for a full disk, no file. The new error names `path`.
+    # The error names the temporary file or, if the disk is full, none. The new error names `path`.
     message = os.strerror(error.errno) if error.errno else f"can't be written: {error}"
     raise OSError(error.errno, message, os.fspath(path)) from error
   finally:

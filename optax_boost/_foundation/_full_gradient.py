@@ -39,17 +39,17 @@ def full_gradient(
 
   Args:
     grad_fn: ``grad_fn(params, batch) -> grads``, the gradient of the mean loss over the batch, as
-      ``jax.grad(loss_fn)``. It is jitted. As with ``jax.jit``, another function is compiled again,
-      but the same function is not if functions that it calls were redefined. ``jax.grad`` returns
+      ``jax.grad(loss_fn)``. It is jitted. As with ``jax.jit``, another function object is compiled
+      again, but redefining a function that `grad_fn` calls has no effect. ``jax.grad`` returns
       conjugated gradients for complex leaves: conjugate them, as the train step does.
     params: the params at which the gradient is computed.
     batches: any iterable of trees whose leaves are arrays or can be made into NumPy arrays (a
       PyTorch loader, Grain, a generator). Two batches are in memory at a time, since the next batch
       is loaded during the computation.
-    stacked: whether `batches` is instead one tree of arrays of shapes ``(batches, examples, ...)``,
-      over which a ``lax.scan`` runs, also under ``jit`` and sharded: for ``make_train_step(...,
-      full_grad_fn=functools.partial(full_gradient, batches=data, stacked=True))``. On CPUs
-      gradients of convolutions are slow inside a scan.
+    stacked: whether `batches` is instead one tree of arrays of shapes ``(batches, examples, ...)``.
+      A ``lax.scan`` runs over the batches, also under ``jit`` and sharded, as in
+      ``make_train_step(..., full_grad_fn=functools.partial(full_gradient, batches=data,
+      stacked=True))``. On CPUs gradients of convolutions are slow inside a scan.
     rng: a key, for losses with dropout; ``grad_fn(params, batch, key)`` then gets a different key
       for each batch.
     weight_fn: a function from a batch to the number of its real examples. A batch of weight 0 is
@@ -112,7 +112,7 @@ def mean_over_batches(
       f"`batches` must be an iterable of batches; got {_checks.shorten(batches)}. A single batch is"
       " passed as `[batch]`."
     )
-  # `Partial` makes the arrays that it binds arguments of the jitted function, not constants. So a
+  # The arrays that a `Partial` binds are arguments of the jitted function, not constants. So a
   # Partial of the same function with other arrays is not compiled again.
   partial = isinstance(function, jax.tree_util.Partial)
   bound = function if partial else jax.tree_util.Partial(function)
@@ -128,8 +128,8 @@ def mean_over_batches(
         f"`{method}` needs batches of one tree structure; batch {index} has"
         f" {jax.tree.structure(arrays)}, the first had {structure}."
       )
-    # Wait until the device has finished the previous batch. Otherwise a loader that is faster than
-    # the device would fill the memory with batches.
+    # Wait until the device has finished the previous batch, or a loader that is faster than the
+    # device would fill the memory with batches.
     jax.block_until_ready(carry[1])
     weight = _weight(arrays, weight_fn, index, method)
     on_batch(arrays)
@@ -190,16 +190,14 @@ def _add(
   """Adds a batch to the sums of weighted gradients and of weights; returns the new sums."""
   total, weights = carry
   weight = jnp.asarray(weight, weights.dtype)
-  # A negative weight becomes NaN, and makes the full gradient NaN, which `refresh_svrg` skips and
-  # counts.
+  # A negative weight makes the full gradient NaN, which `refresh_svrg` skips and counts.
   weight = jnp.where(weight >= 0, weight, jnp.nan)
   key = () if rng is None else (jax.random.fold_in(rng, index),)
   gradients = grad_fn(params, batch, *key)
   _tree_checks.check_gradients(gradients, params, "grad_fn")
 
   def add(t: jax.Array, g: jax.Array) -> jax.Array:
-    # A batch of weight 0 is left out by a `where`, since its gradient may be NaN, and 0 * NaN is
-    # NaN.
+    # `where`, not a product, since the gradient of an empty batch may be NaN, and 0 * NaN is NaN.
     return jnp.where(weight == 0, t, t + weight.astype(t.dtype) * g.astype(t.dtype))
 
   return jax.tree.map(add, total, gradients), weights + weight
@@ -243,7 +241,7 @@ def _check_weight(weight: Any) -> _types.FloatScalar:
 
 
 def _as_array(index: int, path: _types.KeyPath, leaf: Any) -> _types.Leaf:
-  """Returns a leaf of JAX or NumPy unchanged; converts another leaf, such as PyTorch's, to NumPy.
+  """Returns a leaf of JAX or NumPy unchanged, and any other, such as PyTorch's, as a NumPy array.
 
   Raises TypeError if the leaf is not numeric; the message names the batch's `index` and the path.
   """

@@ -5,8 +5,7 @@ import re
 _BIAS_OR_NORM = re.compile(r"(^|[/.])(bias|scale|beta|gamma)$")
 _EMBEDDING = re.compile(r"(^|[/.])[a-z_]*(embedding([/.]weight)?|embeddings|embeds?)$")
 _KERNEL = re.compile(r"(^|[/.])([a-z_]*kernel|[a-z_]*weight|w)$")
-# In Flax's attention these kernels have the axes [features, heads, head features]. The first axis
-# is the fan-in.
+# In Flax's attention these kernels have the axes [fan-in, heads, head features].
 _ATTENTION_INPUT = re.compile(r"(^|[/.])(query|key|value)[/.]kernel$")
 
 

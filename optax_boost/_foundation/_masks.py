@@ -20,9 +20,9 @@ def masked_paths(tree: _types.Tree) -> list[str]:
 
 
 def mask_like(tree: _types.Tree, masked: _types.Tree) -> _types.Tree:
-  """Returns `tree` with each ``optax.MaskedNode`` of `masked` in the place of the leaves.
+  """Returns `tree` with an ``optax.MaskedNode`` in each place where `masked` has one.
 
-  ``optax.masked`` masks the updates and not the extra arguments; callers mask these.
+  ``optax.masked`` masks the updates, but not extra arguments such as `grad`; callers mask these.
   """
   if _same_structure(tree, masked):
     return tree
@@ -44,8 +44,8 @@ def _same_structure(first: _types.Tree, second: _types.Tree) -> bool:
 def leaves_like(tree: _types.Tree, like: _types.Tree) -> list[_types.Leaf] | None:
   """Returns the leaves of `tree` in the order of `like`'s leaves; None if the trees don't match.
 
-  Leaves with equal paths match, since an NNX optimizer wraps arrays in other variables than the
-  model does. An ``optax.MaskedNode`` counts as a leaf, and matches any leaves below its path.
+  Leaves match by path, since an NNX optimizer wraps arrays in other variables than the model does.
+  An ``optax.MaskedNode`` is a leaf that matches any leaves below its path.
   """
   structure: _types.TreeDef = jax.tree.structure(tree, is_leaf=is_masked)
   if structure == jax.tree.structure(like, is_leaf=is_masked):
@@ -59,7 +59,7 @@ def leaves_like(tree: _types.Tree, like: _types.Tree) -> list[_types.Leaf] | Non
 
 
 def _leaves_by_path(tree: _types.Tree) -> dict[str, _types.Leaf] | None:
-  """Returns the leaves and masks of a tree by path, or None if two have the same path."""
+  """Returns the leaves and masks of a tree by path, or None if two of them have the same path."""
   paths = _paths.leaf_paths(tree, is_masked)
   leaves = jax.tree.leaves(tree, is_leaf=is_masked)
   return dict(zip(paths, leaves, strict=True)) if len(set(paths)) == len(paths) else None

@@ -19,10 +19,7 @@ def check_axis_name(name: str, value: _types.Unchecked) -> None:
 def require_axis(
   name: str, value: _types.AxisName | None, method: str, *, optional: bool = True
 ) -> int:
-  """Returns the number of devices along mesh axes; raises ValueError if the axes are not bound.
-
-  If `optional`, the message advises to leave the argument `name` out, else the method.
-  """
+  """Returns the number of devices along mesh axes; raises ValueError if the axes are not bound."""
   if not value:
     return 1
   try:
@@ -64,10 +61,7 @@ def vary(x: jax.Array, like: _types.ArrayType) -> jax.Array:
 
 
 def on_all_devices(flags: jax.Array, axis_name: _types.AxisName | None, method: str) -> jax.Array:
-  """Returns for each flag whether it is True on all devices along mesh axes.
-
-  Without mesh axes (None), the result is `flags`.
-  """
+  """Returns for each flag whether it is True on all devices along mesh axes (None: unchanged)."""
   if axis_name is None:
     return flags
   require_axis("axis_name", axis_name, method)

@@ -12,8 +12,8 @@ def path_mask(*patterns: str) -> Callable[[_types.Params], _types.Tree]:
 
   Args:
     *patterns: regular expressions that match whole segments of the leaves' paths (keys joined by
-      ``/``; a dot in a key separates segments, too): ``"blocks/1"`` selects ``blocks/1/kernel`` and
-      not ``blocks/10/kernel``, which ``"blocks/1.*"`` selects, too.
+      ``/``; a dot in a key separates segments, too): ``"blocks/1"`` selects ``blocks/1/kernel`` but
+      not ``blocks/10/kernel``; ``"blocks/1.*"`` selects both.
 
   Returns:
     A function from params to a tree of bools, True for the leaves whose path a pattern matches.

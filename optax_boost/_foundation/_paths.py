@@ -1,15 +1,15 @@
-"""The paths of leaves, by which patterns select leaves and messages name them."""
+"""The paths of leaves, which patterns match and messages show."""
 
 import jax
 
 from optax_boost._foundation import _types
 
-# The path from an NNX variable to its value: the attribute's name differs between versions of Flax.
+# The last key of a value in an NNX variable. Versions of Flax name the attribute differently.
 _BOXED = [(jax.tree_util.GetAttrKey(name),) for name in ("value", "raw_value")]
 
 
 def leaf_name(path: str) -> str:
-  """Returns a leaf's path for a message; "params" if the tree is one array, whose path is empty."""
+  """Returns a leaf's path for a message; "params" if the path is empty (the tree is one leaf)."""
   return path or "params"
 
 
@@ -35,7 +35,7 @@ def leaf_keys(tree: _types.Tree, is_leaf: _types.LeafTest | None = None) -> list
 
 def is_box(node: _types.Tree) -> bool:
   """Returns whether a node wraps one value, as an NNX variable or Linen's metadata does."""
-  # With `is_leaf`, a value that is an `optax.MaskedNode` counts as a child, too. A named tuple with
-  # the single field `value` is a container, not a box.
+  # With this `is_leaf`, a child without leaves, such as an `optax.MaskedNode`, is found, too. A
+  # named tuple with the single field `value` is a container, not a box.
   children = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)[0]
   return len(children) == 1 and children[0][0] in _BOXED and not isinstance(node, tuple)

@@ -20,17 +20,14 @@ def compile_pattern(argument: str, pattern: str) -> re.Pattern[str]:
   """
   compiled = _compile_within_segments(argument, pattern)
   flags = _LEADING_FLAGS.match(pattern)[0]  # type: ignore[index]  # it matches any string
-  # A verbose expression may end with a comment, so a line break must precede the parenthesis.
+  # A verbose expression may end with a comment, so a line break precedes the parenthesis.
   end = "\n)" if compiled.flags & re.VERBOSE else ")"
   whole = f"{flags}{_SEGMENT_BOUNDARY}(?:{pattern[len(flags) :]}{end}{_SEGMENT_BOUNDARY}"
   return re.compile(whole)
 
 
 def _compile_within_segments(argument: str, pattern: _types.Unchecked) -> re.Pattern[str]:
-  """Compiles a user's regular expression as it is, so matches may begin and end within a segment.
-
-  Raises as :func:`compile_pattern` does.
-  """
+  """Compiles a regular expression as it is: matches may begin and end within a segment."""
   if not isinstance(pattern, str):
     raise TypeError(
       f"`{argument}` must hold regular expressions, which are strings; got"
@@ -46,10 +43,7 @@ def _compile_within_segments(argument: str, pattern: _types.Unchecked) -> re.Pat
 
 
 def check_patterns(name: str, value: _types.Unchecked, words: str) -> None:
-  """Raises unless `value` is a list or tuple of one or more regular expressions.
-
-  `words` describe in the message what was required.
-  """
+  """Raises unless `value` is a list or tuple of regular expressions, which `words` describe."""
   if not (isinstance(value, list | tuple) and value and all(isinstance(p, str) for p in value)):
     raise TypeError(f"`{name}` must be {words}; got {_checks.shorten(value)}.")
   for pattern in value:
@@ -66,8 +60,8 @@ def first_match(
 ) -> list[int | None]:
   """Returns for each path the index of the first pattern that matches the path, or None.
 
-  Warns of a pattern that matches no path, unless it matches a node of `tree` that hides leaves. If
-  `required`, raises ValueError instead of warning.
+  Warns of a pattern that matches no path, unless it matches leaves that ``optax.masked`` hides in
+  `tree`. If `required`, raises ValueError instead of warning.
   """
   matches_of_paths = _matches(argument, patterns, paths, tree, required=required)
   return [matches[0] if matches else None for matches in matches_of_paths]
@@ -113,10 +107,7 @@ def _matches(
   hint: Callable[[str, Sequence[str]], str] | None = None,
   required: bool = False,
 ) -> list[list[int]]:
-  """Returns for each path the indices of the patterns that match the path.
-
-  Warns or raises as :func:`first_match` does.
-  """
+  """Returns for each path the indices of all patterns that match; warns as :func:`first_match`."""
   compiled = [compile_pattern(argument, pattern) for pattern in patterns]
   matches = [[i for i, p in enumerate(compiled) if p.search(path)] for path in paths]
   matching = {i for match in matches for i in match}

@@ -1,4 +1,4 @@
-"""The placement of arrays on devices, in processes, and in the memory of a device or its host."""
+"""Where arrays are placed: shardings, processes, and the memory of the device or of its host."""
 
 from collections.abc import Sequence
 
@@ -16,7 +16,7 @@ def has_auto_axes_only(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> b
 def without_axes(
   sharding: jax.sharding.NamedSharding, axes: Sequence[int], instead: _types.SpecEntry = None
 ) -> jax.sharding.NamedSharding:
-  """Returns a sharding in which `instead` replaces the entries of `axes`; None replicates them."""
+  """Returns a sharding in which `instead` shards the array axes `axes`; None replicates them."""
   spec = [instead if axis in axes and x is not None else x for axis, x in enumerate(sharding.spec)]
   return jax.sharding.NamedSharding(
     sharding.mesh, jax.sharding.PartitionSpec(*spec), memory_kind=sharding.memory_kind
@@ -24,10 +24,7 @@ def without_axes(
 
 
 def gather_axes(x: jax.Array, axes: Sequence[int]) -> jax.Array:
-  """Returns an array that is not sharded along `axes`, so that it can be sliced along these axes.
-
-  Only arrays on a mesh with Explicit axes change. On other meshes the compiler handles slicing.
-  """
+  """Gathers `x` along `axes`, to slice it there. Without Explicit axes, the compiler does this."""
   sharding = jax.typeof(x).sharding
   if all(sharding.spec[axis] is None for axis in axes):
     return x
@@ -35,7 +32,7 @@ def gather_axes(x: jax.Array, axes: Sequence[int]) -> jax.Array:
 
 
 def place_by(x: jax.Array, sharding: jax.sharding.NamedSharding) -> jax.Array:
-  """Returns an array in a sharding whose mesh has Explicit axes; else the array unchanged."""
+  """Reshards an array if the mesh of `sharding` has Explicit axes; else returns it unchanged."""
   explicit = jax.sharding.AxisType.Explicit in sharding.mesh.axis_types
   return jax.sharding.reshard(x, sharding) if explicit else x
 
@@ -46,16 +43,16 @@ def is_whole_here(x: _types.Unchecked) -> bool:
 
 
 def put(x: jax.typing.ArrayLike, sharding: jax.sharding.Sharding) -> jax.Array:
-  """Puts an array on the devices of a sharding; each process passes the whole array or a part."""
+  """Puts an array on the devices of a sharding; each process passes the whole array or its part."""
   if sharding.is_fully_addressable or not getattr(x, "is_fully_addressable", True):
     return jax.device_put(x, sharding)
-  # Here each process holds the whole array. `device_put` would send it to all devices, to compare
+  # Each process holds the whole array. `device_put` would send the array to all devices, to compare
   # the copies of the processes.
   host = np.asarray(x)
   return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
 
 def in_device_memory(x: jax.Array) -> jax.Array:
-  """Returns an array in device memory; moves an array of a state that is kept on the host."""
+  """Returns an array in device memory; an array of a state may lie in host memory, and is moved."""
   on_host = getattr(jax.typeof(x), "memory_space", None) == jax.memory.Space.Host
   return jax.device_put(x, jax.memory.Space.Device) if on_host else x

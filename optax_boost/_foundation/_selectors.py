@@ -6,7 +6,7 @@ from optax_boost._foundation import _checks, _paths, _patterns, _types
 
 
 def check_selector(argument: str, selector: _types.LeafSelector) -> None:
-  """Raises unless an argument can select leaves; the tree of leaves is not known yet."""
+  """Raises unless an argument can select leaves of some tree; the tree is not known yet."""
   if selector is None or is_auto_selector(selector) or _is_function(selector):
     return
   if isinstance(selector, str):

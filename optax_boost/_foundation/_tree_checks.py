@@ -22,7 +22,7 @@ _TAKE_OR_MAP = (
 
 
 def require_one_run(count: jax.Array, function: str, advice: str = _TAKE_OR_MAP) -> None:
-  """Raises ValueError if `count` has axes, since the state then stacks several runs."""
+  """Raises ValueError if `count` has axes: then the state stacks the states of several runs."""
   if jnp.ndim(count):
     raise ValueError(
       f"`{function}` needs the state of one run; got a population's of shape"
@@ -31,7 +31,7 @@ def require_one_run(count: jax.Array, function: str, advice: str = _TAKE_OR_MAP)
 
 
 def differentiated_params(params: _types.Params) -> _types.Params:
-  """Returns the params by which the loss is differentiated, such as lookahead's fast params."""
+  """Returns the fast params of a pair of ``optax.lookahead``, and other params unchanged."""
   return params.fast if isinstance(params, optax.LookaheadParams) else params
 
 
@@ -80,8 +80,8 @@ def same_shapes(first: _types.Tree, second: _types.Tree) -> bool:
   return shapes(first) == shapes(second)
 
 
-# Advice for a leaf of the params that can't be differentiated, for a loss without and with a model
-# state. `optax.masked` would not help, since the loss is differentiated by masked leaves, too.
+# Advice for a leaf of the params that can't be differentiated, if the loss has no model state, and
+# if it has one. `optax.masked` would not help: the loss is differentiated by masked leaves, too.
 CLOSE_OVER = "Keep it out of the params: close over it."
 KEEP_OUT = (
   "Keep it out of the params: close over it, or keep it in `model_state` (with Flax: in another"
@@ -90,18 +90,12 @@ KEEP_OUT = (
 
 
 def check_floating(tree: _types.Tree, method: str, advice: str | None = None) -> None:
-  """Raises TypeError unless all leaves are real floating-point arrays.
-
-  The message ends with `advice`, or, if it is None, advises a mask around `method`.
-  """
+  """Raises TypeError, ending with `advice`, unless all leaves are real floating-point arrays."""
   _check_dtype(tree, method, advice, jnp.floating, "real floating-point")
 
 
 def check_inexact(tree: _types.Tree, method: str, advice: str | None = None) -> None:
-  """Raises TypeError unless all leaves are floating-point arrays, real or complex.
-
-  The message ends with `advice`, as in :func:`check_floating`.
-  """
+  """Raises TypeError unless all leaves are floating-point arrays, real or complex."""
   _check_dtype(tree, method, advice, jnp.inexact, "floating-point")
 
 
@@ -126,8 +120,7 @@ def _check_dtype(
   tree: _types.Tree, method: str, advice: str | None, dtype: jax.typing.DTypeLike, required: str
 ) -> None:
   for i, leaf in enumerate(jax.tree.leaves(tree)):
-    # Python floats are refused, as optax's optimizers refuse them: floats have no shape, dtype or
-    # sharding.
+    # Python floats are refused, as by optax's optimizers: they have no shape, dtype or sharding.
     if not hasattr(leaf, "dtype"):
       described = _describe("params", _paths.leaf_paths(tree)[i], leaf)
       raise TypeError(f"`{method}` needs arrays as leaves; {described}")

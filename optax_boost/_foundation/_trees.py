@@ -19,10 +19,7 @@ _State = TypeVar("_State")
 def map_leaves(
   function: Callable[..., Any], tree: _types.SameTree, *trees: _types.Tree
 ) -> _types.SameTree:
-  """Maps a function over trees; returns the results in the structure of `tree`.
-
-  Unlike in ``jax.tree.map``, some of the trees may wrap leaves in NNX variables.
-  """
+  """Maps as ``jax.tree.map`` does, even if only some trees wrap their leaves in NNX variables."""
   return map_with(function, tree, *map(jax.tree.leaves, trees))
 
 
@@ -44,7 +41,7 @@ def _indexed_nodes(tree: _types.Tree) -> list[tuple[tuple[int, ...], Any]]:
   """Returns all nodes and leaves, children before parents, each with its :func:`child_indices`."""
   outside_in: list[tuple[tuple[int, ...], Any]] = []
   pending: list[tuple[tuple[int, ...], Any]] = [((), tree)]
-  # A loop replaces a tree map, which is slower. An optimizer state has thousands of nodes.
+  # A loop, since a tree map is slower and an optimizer state has thousands of nodes.
   while pending:
     indices, node = pending.pop()
     outside_in.append((indices, node))
@@ -74,16 +71,13 @@ def find_states(opt_state: _types.Tree, state_type: type[_State]) -> list[_State
 
 
 def once_per_tree(plan: Callable[..., _Plan]) -> Callable[..., _Plan]:
-  """Returns ``plan(tree, *static)`` with a cache, whose keys are the tree's structure and shapes.
-
-  A plan that warns thus warns once for each tree. The arguments `static` must be hashable.
-  """
+  """Returns `plan` with a cache by the tree's structure and shapes, so it warns once per tree."""
   plans: dict[Hashable, Any] = {}
 
   def cached(tree: _types.Tree, *static: Hashable) -> _Plan:
     leaves, structure = jax.tree.flatten(tree)
     key = (structure, tuple(jnp.shape(leaf) for leaf in leaves), *static)
-    # A single lookup, since another thread may clear the cache between `in` and a lookup.
+    # One lookup, since another thread may clear the cache between `in` and a lookup.
     tree_plan = plans.get(key, _MISSING)
     if tree_plan is _MISSING:
       tree_plan = plan(tree, *static)

@@ -1,7 +1,6 @@
-"""Names of the types that pass between the modules; imports no other module of optax_boost.
+"""Names of the types that pass between the modules.
 
-mypy finds no types of optax, and takes each type that optax exports for ``Any``. The names of
-trees below are ``Any``, too; they tell a reader what a tree holds.
+Trees are ``Any``, since mypy finds no types of optax; their names tell a reader what a tree holds.
 """
 
 from collections.abc import Callable, Mapping
@@ -28,7 +27,6 @@ ArrayOrShape: TypeAlias = jax.Array | jax.ShapeDtypeStruct
 ArrayType: TypeAlias = Any
 # An entry of a partition spec: the mesh axes that shard an array's axis, if any.
 SpecEntry: TypeAlias = Any
-# The structure of a pytree.
 TreeDef: TypeAlias = jax.tree_util.PyTreeDef
 # Arrays of shape (): a count of steps is an int32, a condition a bool, a loss or a norm a float.
 IntScalar: TypeAlias = jax.Array
@@ -60,7 +58,6 @@ Closure: TypeAlias = Callable[..., Any]
 WeightFn: TypeAlias = Callable[[Any], Any]
 # A function that tells whether a node of a tree counts as a leaf.
 LeafTest: TypeAlias = Callable[[Any], bool]
-# Names of mesh axes.
 AxisName: TypeAlias = str | tuple[str, ...]
 # Names of mesh axes for all leaves, or for the leaves that a regular expression matches.
 AxisNames: TypeAlias = AxisName | Mapping[str, AxisName]

@@ -1,7 +1,7 @@
 """Wrappers, which hold an optimizer; none imports another.
 
-A wrapper says which gradients the optimizer gets, whether its step is made, and what happens to the
-result.
+A wrapper decides which gradients the optimizer gets, whether the optimizer makes its step, and what
+happens to the result.
 
   _accumulation     ``accumulate``: windows of micro-batches, and which of these are dropped
   _average_params   ``average_params``, and the functions that read averages

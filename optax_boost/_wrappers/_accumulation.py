@@ -25,12 +25,11 @@ class AccumulateState(NamedTuple):
   """State of :func:`accumulate`.
 
   Attributes:
-    count: scalar int32, the number of micro-steps so far in the current window (the micro-steps
-      whose mean gradient the inner optimizer gets); 0 when a window has ended.
-    inner_count: scalar int32, the number of calls of the inner optimizer, also of those in which
-      it skipped its step.
+    count: scalar int32, the number of micro-steps so far in the current window; 0 when a window has
+      ended. A window is the micro-steps whose mean gradient the inner optimizer gets.
+    inner_count: scalar int32, the number of calls of the inner optimizer, including skipped steps.
     weight_sum: scalar float32 (float64 under x64), the sum of the weights in the current window.
-    accumulator: tree of the params' structure, the weighted sum of the gradients in the window.
+    accumulator: tree of the params' structure, the weighted sum of the window's gradients.
     notfinite_count: scalar int32, micro-batches whose gradient or weight was not finite, whose
       weight was negative, or whose gradient made the sum overflow.
     inner_state: the inner optimizer's state.
@@ -47,7 +46,7 @@ class AccumulateState(NamedTuple):
 
 
 class _Window(NamedTuple):
-  """The current window after a micro-step, which ``before`` passes on to ``after``."""
+  """The window after a micro-step, which ``before`` passes to ``after``."""
 
   gradient_sum: optax.Updates  # the weighted sum, without a dropped micro-batch
   is_full: _types.BoolScalar
@@ -73,25 +72,25 @@ def accumulate(
 
   Args:
     inner: the optimizer that sees the mean gradient.
-    every: micro-steps per inner step, at least 1; or a function of the number of inner steps made.
-      Raising it makes larger batches of the same memory, and fewer steps.
+    every: micro-steps per inner step, at least 1; or a function from the number of inner steps so
+      far to this number. Raising it gives larger batches in the same memory, and fewer steps.
     not_finite: what to do with a micro-batch whose gradient is not finite or makes the sum
       overflow. ``"drop"`` leaves the micro-batch out of the mean; a window that drops all its
-      micro-batches ends without a step of `inner`. ``"keep"`` adds the micro-batch, so that the
-      mean is not finite and `inner`, such as ``optax.apply_if_finite``, can skip the step. A loss
-      scale in `inner` gets such a mean in either case. None: like ``"keep"``, but gradients are not
-      checked and not counted, which saves a pass over them.
+      micro-batches ends without a step of `inner`. ``"keep"`` adds the micro-batch, so the mean is
+      not finite, and `inner`, such as ``optax.apply_if_finite``, can skip the step. With a loss
+      scale in `inner`, a micro-batch that overflows is added in either case, so that the scale
+      shrinks. None: like ``"keep"``, without checking or counting gradients, which saves a pass.
     axis_name: as for :func:`dynamic_loss_scale`; all devices drop the same micro-batches. The
-      devices' weights may differ: the mean of `inner`'s gradients over the devices
-      (``jax.lax.pmean``) is the mean over all examples.
+      weights may differ between devices: if `inner` averages its gradients over the devices
+      (``jax.lax.pmean``), the result is the mean over all examples.
 
   Returns:
     An :class:`optax.GradientTransformationExtraArgs`. Its ``update`` takes an optional `weight`,
     the number of examples or tokens in the micro-batch; the default is 1. The argument `weight` of
-    :func:`make_train_step` sets it. `inner` gets the mean gradient, also as `grad`, and the other
-    extra arguments of the window's last micro-step. An :func:`accumulate` in `inner` gets the
-    window's sum of weights as its `weight`. A :func:`master_weights` or :func:`stochastic_rounding`
-    in `inner` gets the mean in float32.
+    :func:`make_train_step` sets it. `inner` gets the mean gradient, also as the extra argument
+    `grad`, and the other extra arguments of the window's last micro-step. An :func:`accumulate` in
+    `inner` gets the window's sum of weights as its `weight`. A :func:`master_weights` or
+    :func:`stochastic_rounding` in `inner` gets the mean in float32.
 
   Raises:
     ValueError: in ``init``: `inner` holds :func:`svrg`, which would compare the mean gradient with
@@ -110,9 +109,9 @@ def accumulate(
     ([-2.0, -4.0], 1)
 
   .. note::
-    If one call gets all micro-batches of a step, ``optax.microbatching`` needs no buffer between
-    calls. ``optax.MultiSteps`` runs its inner optimizer at every micro-step, and a NaN stays in its
-    accumulator.
+    If one call gets all micro-batches of a step, use ``optax.microbatching``, which needs no buffer
+    between calls. ``optax.MultiSteps`` runs its inner optimizer at every micro-step, and a NaN
+    stays in its accumulator.
   """
   inner = _checks.check_transformation("inner", inner)
   if not callable(every):
@@ -174,7 +173,7 @@ class _Accumulate:
       if not any(form.keeps == "rounding" for form in _compositions.forms(self.inner)):
         mean = _arrays.cast_like(mean, grads)
       extra = extra_args | ({"grad": mean} if "grad" in extra_args else {})
-      # `weight` is passed only to an `accumulate` in `inner`, since optax's line searches refuse
+      # `weight` is passed on only to an `accumulate` in `inner`, since optax's line searches refuse
       # arguments that they don't know.
       if _trees.find_states(state.inner_state, AccumulateState):
         extra["weight"] = weight_sum
@@ -201,8 +200,7 @@ class _Accumulate:
     window: _Window,
   ) -> tuple[Any, AccumulateState]:
     def emptied(gradient_sum: optax.Updates) -> tuple[optax.Updates]:
-      # XLA 14: if the result did not depend on `t`, XLA would make one array of zeros and copy it
-      # to all leaves of a shape.
+      # XLA 14: if the result did not depend on `t`, all leaves would copy one array of zeros.
       return (jax.tree.map(lambda t: jnp.where(has_ended, jnp.zeros_like(t), t), gradient_sum),)
 
     has_ended = outcome.made | window.is_full
@@ -222,8 +220,8 @@ class _Accumulate:
     """Returns whether a micro-batch is added, and whether its gradient and weight are valid."""
     weight_is_valid = jnp.isfinite(state.weight_sum + weight) & (weight >= 0)
     grads, _ = call.gradients()
-    # Gradients of a scaled loss are added even if they overflowed: a loss scale in `inner` shrinks
-    # only when it sees an overflow.
+    # Gradients of a scaled loss are added even if they overflowed, since a loss scale in `inner`
+    # shrinks only when it sees an overflow.
     unseen = _protocol.unseen_by_scale(state.inner_state, grads)
     is_scaled = len(unseen) < len(jax.tree.leaves(grads))
 
@@ -243,8 +241,8 @@ class _Accumulate:
       weight_is_valid, is_finite, may_be_added = _mesh_axes.on_all_devices(
         flags, self.axis_name, _METHOD
       )
-    # If a wrapper around `accumulate` skips the step, the micro-batch must not be added here: the
-    # sum is computed in the inner step, where the driver can't undo an addition.
+    # If a wrapper around `accumulate` skips the step, the micro-batch must not be added: the sum is
+    # computed in the inner step, where the driver can't undo the addition.
     is_added = _conditionals.both(call.makes_step, weight_is_valid & may_be_added)
     return is_added, weight_is_valid & is_finite
 

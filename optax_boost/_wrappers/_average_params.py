@@ -1,13 +1,13 @@
 """Averages of the params along the training, with any optimizer.
 
-The params after every n-th step are the snapshots x_1, ..., x_k. Snapshot x_k changes the average a
-by one of three formulas, which the arguments `start` and `decay` choose:
+A snapshot is the params after every n-th step. The k-th snapshot x_k changes the average a by one
+of three formulas, which the arguments `start` and `decay` choose:
 
   start:      a <- a + (x_k - a) / k, which is the mean of all snapshots
   decay = d:  a <- a + (x_k - a) (1 - d) / (1 - d^k), whose weights are d^(k-i) divided by their sum
   decay(k):   a <- a + (x_k - a) (1 - decay(k)), where a begins as the initial params
 
-Mutable statistics, as BatchNorm's mean and variance, are averaged by the same formulas.
+Mutable statistics, such as BatchNorm's mean and variance, are averaged in the same way.
 """
 
 from collections.abc import Callable
@@ -41,14 +41,14 @@ from optax_boost._foundation import (
 
 _METHOD = "average_params"
 _Decay: TypeAlias = jax.typing.ArrayLike | Callable[[jax.Array], jax.typing.ArrayLike]
-# The extra argument of `update` that holds the statistics after the forward pass.
+# The extra argument of `update` that holds the mutable statistics after the forward pass.
 _MODEL_STATE = "model_state"
-# The first key of the statistics' paths in Linen's variables and in what `split_loss` returns.
+# The first key of the statistics' paths in variables of Linen, and in what `split_loss` returns.
 _COLLECTION = "batch_stats/"
 
 
 def _blend(a: jax.Array, x: jax.Array, k: _types.IntScalar, decay: _Decay | None) -> jax.Array:
-  """Returns the average `a` updated by the k-th snapshot `x`; skips entries that are not finite."""
+  """Returns `a` updated by the k-th snapshot `x`; entries that would not be finite stay."""
   dtype = a.real.dtype
   if callable(decay):
     share = jnp.asarray(1 - decay(k), dtype)
@@ -57,7 +57,7 @@ def _blend(a: jax.Array, x: jax.Array, k: _types.IntScalar, decay: _Decay | None
     share = complement / -jnp.expm1(k.astype(dtype) * jnp.log1p(-complement))
   else:
     share = 1 / k.astype(dtype)
-  # The first snapshot replaces the average; its computed share is 1 only up to rounding.
+  # The first snapshot replaces the average, since its `share` may differ from 1 by rounding.
   replaces_all = share == 1 if callable(decay) else k == 1
   new = jnp.where(replaces_all, x, a + share * (x - a))
   # `x - a` may overflow though `x` and `a` are finite.
@@ -74,8 +74,7 @@ class AverageParamsState(NamedTuple):
 
   Attributes:
     average: tree of the params' structure, their average in at least float32.
-    statistics: dict from the path of a statistic to its average in at least float32; empty if none
-      are averaged.
+    statistics: dict from the path of each averaged statistic to its average in at least float32.
     count: scalar int32, the number of steps made.
     snapshot_count: scalar int32, the number of snapshots taken.
     inner_state: the inner optimizer's state.
@@ -109,35 +108,35 @@ def average_params(
 
   The first is the mean of all snapshots after step `start` (SWA). In the second, the weight of each
   snapshot is `decay` d times the weight of the next (EMA). Pass exactly one of `start` and `decay`.
-  Evaluate the model at :func:`averaged_params`. A model with BatchNorm needs statistics that fit
-  these params: averages, by `model_state`, or new ones, by
+  Evaluate the model at :func:`averaged_params`. A model with BatchNorm also needs statistics that
+  fit these params: averages, by `model_state`, or new statistics, by
   ``optax_boost.nnx.estimate_batch_stats`` or ``optax_boost.linen.estimate_batch_stats``.
 
   Args:
     inner: the optimizer. A snapshot is `params` plus the updates of `inner`, so put the wrapper
       around everything that changes updates: ``average_params(optax.chain(...), ...)``. A step that
-      a wrapper inside or around `average_params` skips is not counted. Around
-      ``optax.lookahead`` the average is a pair, as the params are.
-    start: the number of steps before the first snapshot of the mean. Lowering it takes in older,
-      worse params.
-    decay: the factor d, above 0 and below 1. After the first snapshot the average is that snapshot.
-      Raising it smooths more and lags more; about 1 / (1 - decay) snapshots count. Or a function
-      from the snapshot's number (1 for the first) to the share of the old average in the new one;
-      the average begins as the initial params. timm's warm-up is ``lambda k: jnp.minimum(0.9999,
-      (1 + k) / (10 + k))``, diffusers' ``lambda k: jnp.minimum(0.9999, 1 - (1 + k) ** (-2 / 3))``.
-    every: the steps from one snapshot to the next. Raising it costs less time, and spaces the
-      snapshots over a longer part of the training.
-    model_state: the initial mutable statistics, to average them beside the params, as a mean
-      teacher does: what ``split_loss`` returned, ``nnx.state(model, nnx.BatchStat)``, or any tree
+      a wrapper inside or around `average_params` skips is not counted. Around ``optax.lookahead``
+      the average is a pair of fast and slow params.
+    start: the number of steps after which snapshots begin. Lowering it takes in older, worse
+      params.
+    decay: the factor d, above 0 and below 1. The first snapshot is the first average. Raising it
+      smooths more and lags more; about 1 / (1 - decay) snapshots count. Or a function from the
+      snapshot's number (1 for the first) to the share of the old average in the new one; then the
+      average begins as the initial params. timm's warm-up is ``lambda k: jnp.minimum(0.9999, (1 +
+      k) / (10 + k))``, diffusers' ``lambda k: jnp.minimum(0.9999, 1 - (1 + k) ** (-2 / 3))``.
+    every: the number of steps from one snapshot to the next. Raising it costs less time, and
+      spreads the snapshots over more of the training.
+    model_state: the initial mutable statistics, if they are averaged beside the params, as by a
+      mean teacher: what ``split_loss`` returned, ``nnx.state(model, nnx.BatchStat)``, or any tree
       of arrays, whose floating-point leaves are averaged. ``update`` then needs the statistics
-      after the forward pass as its extra argument `model_state`, a tree with the same paths (a
-      leading ``batch_stats`` does not count). The train steps pass it. Read the averages with
+      after the forward pass as its extra argument `model_state`, a tree with the same paths (apart
+      from a leading ``batch_stats``). The train steps pass this argument. Read the averages with
       :func:`averaged_model_state`. None: statistics are not averaged.
 
   Returns:
-    An :class:`optax.GradientTransformationExtraArgs` that needs `params`. Averages are kept in
-    float32 (float64 for float64 params), sharded as the params are. Steps without a snapshot do not
-    touch them. Where an entry of a snapshot is not finite, the average keeps its old value.
+    An :class:`optax.GradientTransformationExtraArgs` that needs `params`. Averages are in float32
+    (float64 for float64 params), sharded as the params are. Steps without a snapshot do not touch
+    the averages. If an entry of a snapshot is not finite, that entry of the average stays.
     Statistics of a micro-batch that :func:`accumulate` drops are ignored.
 
   Examples:
@@ -168,7 +167,7 @@ def average_params(
       f" `decay` (exponential weights); got {'none' if start is None else 'start and decay'}."
     )
   _tree_checks.check_traceable("model_state", model_state)
-  # The statistics are copied, since a train step may donate the arrays of `model_state`.
+  # The statistics are copied, since a train step may donate `model_state`.
   statistics = jax.tree.map(_float32_copy, _statistics(model_state))
   if model_state is not None and not statistics:
     _warnings.warn(
@@ -252,7 +251,7 @@ class _AverageParams:
   def before(
     self, call: _driver.Call, state: AverageParamsState
   ) -> tuple[_driver.Call, AverageParamsState, dict[str, jax.Array]]:
-    """Returns the inner call, the state, and the statistics after the forward pass by path."""
+    """Returns the inner call, the state, and, by path, the statistics after the forward pass."""
     if not self.statistics:
       return call, state, {}
     model_state = call.gradients()[1].get(_MODEL_STATE)
@@ -265,8 +264,7 @@ class _AverageParams:
     _check_statistics(self.statistics, model_state, _METHOD)
     new_statistics = _statistics(model_state)
     statistics = {path: jnp.asarray(new_statistics[path]) for path in self.statistics}
-    # optax's line searches refuse arguments that they don't know, so `model_state` is passed on
-    # only to an optimizer that names it.
+    # Only an optimizer that names `model_state` gets it; optax's line searches would refuse it.
     if not _compositions.names_extra_argument(self.inner, _MODEL_STATE):
       call = call._replace(gradients=functools.partial(_without_model_state, call))
     return call, state, statistics
@@ -285,8 +283,7 @@ class _AverageParams:
     averages = state.average, state.statistics
     # `_snapshot_if` carries the averages through a loop, which needs at least one array.
     if jax.tree.leaves(averages):
-      # `accumulate` may have dropped the micro-batch of this step; then its statistics become NaN,
-      # which `_blend` ignores.
+      # Statistics of a batch that `accumulate` dropped become NaN, which `_blend` ignores.
       left_out = _skipped_steps.left_out(state.inner_state, outcome.state) if statistics else None
       statistics = _conditionals.nan_if(left_out, statistics)
       new_params, *operands = self._new_params(call, outcome.result)
@@ -307,7 +304,7 @@ class _AverageParams:
     )
 
   def _is_due(self, count: _types.IntScalar, made: _types.Condition) -> _types.BoolScalar:
-    """Returns whether a snapshot is taken after a call, where `count` steps have been made."""
+    """Returns whether a call takes a snapshot; `count` is the number of steps after the call."""
     start = 0 if self.start is None else self.start
     if _checks.is_integer(self.every) and self.every == 1 and _checks.concrete_number(start) == 0:
       return jnp.asarray(made)
@@ -315,7 +312,7 @@ class _AverageParams:
     return made & (after > 0) & (after % self.every == 0)
 
   def _new_params(self, call: _driver.Call, result: Any) -> tuple[Any, ...]:
-    """Returns a tuple of a function that computes the params after the step, and its arguments."""
+    """Returns ``(function, *operands)``; the new params are ``function(*operands)``."""
     if call.plan.applies_updates:
       return (lambda params: params), call.plan.access.read_new(result)
     return optax.apply_updates, call.params, result
@@ -333,12 +330,12 @@ class _AverageParams:
     def take(
       averages: _types.SameTree, k: _types.IntScalar, traced_decay: Any, *operands: Any
     ) -> _types.SameTree:
-      # A Python number is not passed through the loop. There it would become an array, so `decay`
-      # would be rounded before `1 - decay` is computed.
+      # A Python number is not passed through the loop, which would make an array of it, and round
+      # `decay` before `1 - decay` is computed.
       decay = self.decay if traced_decay is None else traced_decay
 
       def blend(a: jax.Array, p: jax.Array) -> jax.Array:
-        # k is 0 before the first snapshot, and 1 / k has no derivative there.
+        # `k` is 0 before the first snapshot, where 1 / k has no derivative.
         return _blend(a, _rounded(p).astype(a.dtype), jnp.maximum(k, 1), decay)
 
       return _trees.map_leaves(blend, averages, snapshot(*operands))
@@ -353,7 +350,7 @@ def _without_model_state(call: _driver.Call) -> tuple[optax.Updates, _types.Extr
 
 
 def _rounded(p: jax.Array) -> jax.Array:
-  """Returns a half-precision param rounded as the stored param is, and other params unchanged."""
+  """Returns a half-precision param rounded like the stored param, and other params unchanged."""
   # XLA 18: without the barrier, XLA may leave out the rounding and average unrounded params.
   return jax.lax.optimization_barrier(p) if jnp.dtype(p.dtype).itemsize < 4 else p
 
@@ -372,15 +369,15 @@ def averaged_params(
     params: the current params. The result has the dtypes of `params`, and the values of `params` in
       leaves that are not averaged (``optax.masked``, ``optax.partition``), or in all leaves before
       the first snapshot.
-    dtype: the dtype of floating-point leaves, as jnp.float32 for params in half precision, whose
-      averages are kept in float32. None: the dtype of each param.
+    dtype: the dtype of floating-point leaves, such as jnp.float32, in which the averages of
+      half-precision params are kept. None: the dtype of each param.
 
   Returns:
     A tree of the structure of `params`. May be called under ``jit``.
 
   Raises:
-    ValueError: `opt_state` holds no average, several averages of the same leaf, averages of other
-      params, or the averages of a population, for which the call needs ``jax.vmap``.
+    ValueError: `opt_state` holds no average, several averages of a leaf, averages of other params,
+      or the stacked averages of several runs, over which ``jax.vmap`` must map the call.
 
   Examples:
     >>> import jax.numpy as jnp, optax, optax_boost
@@ -401,7 +398,7 @@ def averaged_params(
       f" got {_checks.shorten(jax.tree.structure(opt_state), 200)}."
     )
   if dtype is not None:
-    # `params` is cast, since leaves that are not averaged are returned as they are in `params`.
+    # `params` is cast, since it supplies the leaves that are not averaged.
     floating = lambda p: jnp.issubdtype(jnp.result_type(p), jnp.floating)  # noqa: E731
     params = jax.tree.map(lambda p: jnp.asarray(p, dtype) if floating(p) else p, params)
   leaves, structure = jax.tree.flatten(params)
@@ -426,8 +423,7 @@ def averaged_model_state(
   """Reads the averages of statistics that :func:`average_params` keeps beside the averaged params.
 
   Args:
-    opt_state: the state of any optimizer with an ``average_params(..., model_state=model_state)``
-      in it.
+    opt_state: the state of an optimizer with an ``average_params(..., model_state=model_state)``.
     model_state: the current statistics. The result has the dtypes of `model_state`, and the values
       of `model_state` in leaves that are not averaged, or in all leaves before the first snapshot.
 
@@ -436,7 +432,7 @@ def averaged_model_state(
 
   Raises:
     ValueError: `opt_state` does not hold averages of statistics exactly once, or holds averages of
-      another model's statistics, or of a population, for which the call needs ``jax.vmap``.
+      another model, or stacked averages of several runs, over which ``jax.vmap`` must map the call.
 
   Examples:
     >>> import jax.numpy as jnp, optax, optax_boost
@@ -478,10 +474,10 @@ def averaging_statistics(opt_state: optax.OptState) -> list[AverageParamsState]:
 
 
 def _snapshots_taken(state: AverageParamsState, function: str, arguments: str) -> _types.IntScalar:
-  """Returns the number of snapshots; raises ValueError for stacked states of several runs."""
+  """Returns the number of snapshots; raises ValueError if `state` stacks several runs."""
   advice = f"Map over its members: `jax.vmap(optax_boost.{function})({arguments})`."
   _tree_checks.require_one_run(state.snapshot_count, function, advice)
-  # In the state of an NNX optimizer, the count is an array inside a variable.
+  # In the state of an NNX optimizer, a variable wraps the count.
   (taken,) = jax.tree.leaves(state.snapshot_count)
   return jnp.asarray(taken)
 

@@ -41,20 +41,19 @@ def layerwise_decay(
   .. math::
     u \leftarrow \text{decay}^{G - 1 - i} \, u
 
-  for the updates :math:`u` of `inner` in group i of G. So the learning rate is scaled, and with it
-  the weight decay that `inner` adds. An :func:`average_params` or :func:`master_weights` in `inner`
-  gets the params after the scaled updates.
+  for the updates :math:`u` of `inner` in group i of G. So the learning rate and the weight decay in
+  `inner` are scaled. An :func:`average_params` or :func:`master_weights` in `inner` gets the params
+  to which the scaled updates have been added.
 
   Args:
     inner: the optimizer.
-    groups: as for :func:`freeze_layers`. In a :class:`LayerGroups` the layers of a stacked leaf may
-      have different factors.
-    decay: the factor from a group to the group before it, above 0 and at most 1. Raising it trains
-      the first layers faster.
+    groups: as for :func:`freeze_layers`. With a :class:`LayerGroups`, the layers of a stacked leaf
+      (``nn.scan``) may have different factors.
+    decay: the factor of a group divided by the factor of the next group, above 0 and at most 1.
+      Raising it trains the first layers faster.
 
   Returns:
-    An :class:`optax.GradientTransformationExtraArgs`. Updates keep their dtype. Leaves may be
-    complex.
+    An :class:`optax.GradientTransformationExtraArgs`. Updates, maybe complex, keep their dtype.
 
   Raises:
     ValueError: `inner` holds :func:`average_params`, :func:`master_weights` or
@@ -71,8 +70,7 @@ def layerwise_decay(
 
   References:
     Clark, Luong, Le, Manning, `ELECTRA <https://arxiv.org/abs/2003.10555>`_, 2020; Bao, Dong, Piao,
-    Wei, `BEiT <https://arxiv.org/abs/2106.08254>`_, 2021, with decays
-    of 0.65 to 0.75, which ``timm`` also uses.
+    Wei, `BEiT <https://arxiv.org/abs/2106.08254>`_, 2021: decays of 0.65 to 0.75, as in ``timm``.
   """
   inner = _checks.check_transformation("inner", inner)
   _checks.check_number("decay", decay, positive=True, maximum=1.0)

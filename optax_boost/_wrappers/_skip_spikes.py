@@ -1,10 +1,4 @@
-r"""Skips steps whose gradient norm is far above the norms before it.
-
-n_t is the norm of the gradient in step t. m is the weighted mean of the norms before step t, in
-which each norm has d times the weight of the next norm. If n_t > f m, or if n_t is not finite, the
-step is skipped. n_t enters the mean as min(n_t, f m), so that steps are made again after a lasting
-change of the norms.
-"""
+"""Skips steps whose gradient norm is far above the mean of the norms before."""
 
 import dataclasses
 from typing import NamedTuple
@@ -61,28 +55,27 @@ def skip_spikes(
     n_t > f \, \frac{\sum_{i<t} d^{t-1-i} n_i}{\sum_{i<t} d^{t-1-i}}
 
   for the global norm :math:`n_t` of the gradient, `factor` f and `decay` d, or if the gradient is
-  not finite. A skipped step leaves params and the inner state as they are, and is counted. Its norm
-  enters the mean as f times the mean, so that steps are made again after a lasting change of the
-  norms. A norm that is zero or not finite does not enter the mean.
+  not finite. A skipped step changes neither params nor inner state, and is counted. Its norm enters
+  the mean as f times the mean, so that after a lasting change of the norms the mean follows, and
+  steps are made again. A norm that is zero or not finite does not enter the mean.
 
-  Clipping by the global norm bounds such a step, but still moves the params along the bad gradient
-  and takes the gradient into the moments.
+  Clipping by the global norm would only shorten the step: the params would still move along the bad
+  gradient, and the moments would take the gradient in.
 
   Args:
     inner: the optimizer.
-    factor: how many times the mean a norm may be, at least 1. With 1, every step whose norm is
-      above the mean is skipped. Raising it skips fewer steps.
-    decay: weight of a norm against the norm after it, from 0 to below 1; about 1 / (1 - decay)
-      norms count. Raising it follows changes of the norms more slowly.
-    start: the number of norms in the mean before a step may be skipped for its norm. Raising it
-      skips fewer steps of a warm-up, in which norms change fast.
-    axis_name: as for :func:`dynamic_loss_scale`; :math:`n_t` is the root of the mean of the
-      devices' squared norms.
+    factor: f, at least 1: how many times the mean a norm may be. Raising it skips fewer steps; with
+      1, every step whose norm is above the mean is skipped.
+    decay: d, the weight of a norm divided by the weight of the next norm, from 0 to below 1; about
+      1 / (1 - decay) norms count. Raising it makes the mean follow the norms more slowly.
+    start: how many norms the mean must have before a step is skipped for its norm. Raising it skips
+      fewer steps of a warm-up, in which norms change fast.
+    axis_name: as for :func:`dynamic_loss_scale`; :math:`n_t^2` is averaged over the devices.
 
   Returns:
     An :class:`optax.GradientTransformationExtraArgs`. Norms are in float32; a norm beyond the range
-    of float32 counts as not finite. Around a :func:`dynamic_loss_scale` the norm is that of the
-    unscaled gradient, and steps that overflow are left to the loss scale.
+    of float32 counts as not finite. Around a :func:`dynamic_loss_scale` the norm is the norm of the
+    unscaled gradient, and the loss scale skips the steps that overflow.
 
   Examples:
     >>> import jax.numpy as jnp, optax, optax_boost
@@ -135,8 +128,7 @@ class _SkipSpikes:
     unscaled_squares = self._sum_squares(unseen)
     squares = unscaled_squares
     if len(unseen) < len(jax.tree.leaves(grads)):
-      # The gradients that are not in `unseen` are those of a scaled loss. The loss scale in `inner`
-      # skips a step in which they overflow.
+      # The loss scale in `inner` unscales the other gradients, and skips a step if they overflow.
       scale = _protocol.requesting_state(state.inner_state, _protocol.LOSS_SCALE).loss_scale
       squares = unscaled_squares + (self._sum_squares(grads) - unscaled_squares) / scale / scale
     norm = jnp.sqrt(squares)
@@ -145,8 +137,8 @@ class _SkipSpikes:
     is_spike = is_finite & (state.count >= self.start) & (norm > limit)
     is_skipped = is_spike | ~_finiteness.finite_entries(unscaled_squares)
     capped = jnp.where(is_spike, limit, norm)
-    # A masked loss has gradients of norm zero. With these in the mean, the limit would be zero, and
-    # any other norm a spike.
+    # The gradient of a masked loss may have norm zero. If such norms entered the mean, the limit
+    # would approach zero, and any other norm would be a spike.
     enters_mean = is_finite & (norm > 0)
     new_state = state._replace(
       gradient_norm=norm,

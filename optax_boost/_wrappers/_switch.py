@@ -10,7 +10,7 @@ from optax_boost._form import _protocol, _skipped_steps, _transformation
 from optax_boost._foundation import _arrays, _checks, _conditionals, _types
 
 _METHOD = "switch_after"
-# For each request that a state can make of the loss, the wrapper whose state makes the request.
+# The wrapper that makes each request about the loss (:mod:`optax_boost._form._protocol`).
 _WRAPPERS = {
   _protocol.LOSS_SCALE: "dynamic_loss_scale",
   _protocol.FROZEN_GROUPS: "freeze_layers",
@@ -25,8 +25,8 @@ class SwitchAfterState(NamedTuple):
     count: scalar int32, calls of ``update``.
     first_state: state of the first transformation; not updated after the switch.
     second_state: state of the second transformation, updated in every step.
-    made: scalar bool, whether the transformation that acted in the last call made a step. If it
-      holds :func:`accumulate`, it makes a step only at the end of a window.
+    made: scalar bool, whether the transformation that acted in the last call made a step. With
+      :func:`accumulate` inside, this is True only at the end of a window.
   """
 
   count: _types.IntScalar  # type: ignore[assignment]  # tuples have a method of this name
@@ -40,13 +40,13 @@ def switch_after(
   first: optax.GradientTransformation,
   second: optax.GradientTransformation,
 ) -> optax.GradientTransformationExtraArgs:
-  """Lets `first` act for a number of steps, then `second`.
+  """Switches from `first` to `second` after a number of steps.
 
-  Before the switch `second` gets the same gradients and params and its updates are dropped, so that
-  its moments are warm when it takes over. After the switch `first` is no longer computed.
+  Before the switch, `second` also gets the gradients, so that its moments are warm at the switch;
+  its updates are dropped. After the switch, `first` is no longer computed.
 
   Args:
-    step: the number of steps in which `first` acts; 0: `second` acts from the start. May be traced.
+    step: the number of steps with the updates of `first`, at least 0. May be traced.
     first: the transformation before the switch.
     second: the transformation after the switch, computed from the first step on.
 
@@ -147,7 +147,7 @@ class _SwitchAfter(NamedTuple):
 
 
 def _refuse_requests(name: str, state: optax.OptState) -> None:
-  """Raises ValueError if a state is that of a wrapper that changes the loss of every step."""
+  """Raises ValueError if `state` holds the state of a wrapper in ``_WRAPPERS``."""
   for node in _protocol.declaring_states(state, "requests"):
     for request in _WRAPPERS.keys() & set(_protocol.declared(node, "requests")):
       raise ValueError(

@@ -3,9 +3,8 @@
 Modules:
 
   _schedules      how many groups of layers each step freezes
-  _state_layout   the group of each leaf of the optimizer's state, and the step counts that each
-                  group has for itself
-  _group_counts   a step in which each group has its step counts
+  _state_layout   the group of each leaf of the optimizer's state, and which leaves are step counts
+  _group_counts   a step in which each group of layers has its own step counts
   _freeze_layers  the arguments, the state and the step
 """
 

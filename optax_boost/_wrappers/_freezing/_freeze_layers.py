@@ -1,7 +1,7 @@
-"""Gradient freezing: on some steps the first layers are not updated.
+"""``freeze_layers``: on some steps the first groups of layers are not updated.
 
-The leaves fall into groups 0, ..., G-1 along the forward pass. A step of depth i freezes the first
-i groups and trains the groups i, ..., G-1. A schedule computes the depth from the step and a key.
+A step of depth i freezes the first i of the groups 0, ..., G-1, which are in the order of the
+forward pass. A schedule computes the depth from the step and a key.
 """
 
 from collections.abc import Callable
@@ -34,17 +34,14 @@ class FreezeLayersState(NamedTuple):
   """State of :func:`freeze_layers`.
 
   Attributes:
-    count: scalar int32, the number of steps made. The count stops at 2^31 - 1; from then on the
-      schedule gets the same count.
+    count: scalar int32, the number of steps made, at most 2^31 - 1; the schedule gets this count.
     frozen_groups: scalar int32, how many groups the next step freezes.
-    frozen_for: scalar int32, for how many steps at least `frozen_groups` stays the same.
+    frozen_for: scalar int32, a number of steps during which `frozen_groups` stays the same.
     key: raw key data of the schedule's generator.
-    hidden: a dictionary whose keys are the paths of the leaves that ``optax.masked`` hides from the
-      method. It holds no arrays.
-    group_counts: a vector for each step count in `inner_state` that counts the steps of moments, in
-      the order of ``jax.tree.leaves``. Entry i is the count of group i, which advances only in
-      steps that train the group.
-    inner_state: the inner optimizer's state. The step counts in it count all steps.
+    hidden: a dict without arrays; its keys are the paths of the leaves that ``optax.masked`` hides.
+    group_counts: a vector for each leaf of `inner_state` that counts the steps of moments, in the
+      order of ``jax.tree.leaves``. Entry i counts only the steps that trained group i.
+    inner_state: the inner optimizer's state. Its step counts count all steps.
     made: scalar bool, whether the last call made a step.
   """
 
@@ -71,20 +68,20 @@ def freeze_layers(
   A frozen leaf gets no update and no weight decay, and its optimizer state is not updated. Frozen
   gradients are zeroed before `inner`, so norm clipping measures trained leaves only. Each group has
   a step count of its own, as each param has in PyTorch. So if `inner` corrects the bias of its
-  moments by the count, as Adam does, a thawed layer starts like a layer of a fresh optimizer.
-  Learning rate schedules follow the steps of the run.
+  moments by a step count, as Adam does, a layer that is thawed late starts as with a fresh
+  optimizer. Learning rate schedules follow the steps of the run.
 
   :func:`make_train_step` compiles one program per depth (the number of frozen groups), and does not
-  compute the backward pass of frozen groups. It reads the depth from the state when the depth may
-  have changed. Inside your own ``jit``, ``scan`` or ``vmap``, and in a loop without a train step,
-  the whole backward pass is computed. Leaves may be complex.
+  compute the backward pass of frozen groups. The step reads the depth from the state when the depth
+  may have changed. Inside your own ``jit``, ``scan`` or ``vmap``, and in a loop without a train
+  step, the whole backward pass is computed. Leaves may be complex.
 
   Leaves that hold many layers (``nn.scan``, ``nnx.scan``) are frozen layer by layer, with their
-  slices of the optimizer's state. An array of the state without the axis of layers, as the norms of
-  ``optax.novograd``, is frozen when all layers of the leaf are frozen. The train step splits each
-  scan of the loss into frozen and trained layers, except scans inside a ``cond``, a ``shard_map``
-  or a function with a custom derivative. It does compute the backward pass of frozen layers whose
-  inputs depend on trained params: freeze these params, too.
+  slices of the optimizer's state. An array of the state without an axis of layers, such as a norm
+  of ``optax.novograd``, is frozen when all layers of its leaf are frozen. The train step splits
+  each scan of the loss into frozen and trained layers, except scans inside a ``cond``, a
+  ``shard_map`` or a function with a custom derivative. If inputs of frozen layers depend on trained
+  params, the train step computes the backward pass of these layers: freeze these params, too.
 
   Put `freeze_layers` around the whole optimizer: ``freeze_layers(optax.chain(clip, adamw), ...)``.
   If a wrapper inside or around `freeze_layers` skips a step, the next step has the same depth. All
@@ -94,24 +91,23 @@ def freeze_layers(
     inner: the optimizer. ``optax.tree.map_params`` must find each leaf's entries in its state.
       Scalars in the state advance in every step; a `count` (or `count_m2`, `t`, `step`,
       `is_initial_step`) beside moments is also kept for each group. If the state of your own
-      ``update`` has such a count, the ``update`` is called once for each set of groups that were
-      trained in the same steps. So don't clip or compute anything else from all leaves in this
-      ``update``; do it in another transformation of an ``optax.chain``.
+      ``update`` has such a count, your ``update`` is called once for each set of groups that were
+      trained in the same steps. So don't clip there, nor compute anything else from all leaves; do
+      this in another member of an ``optax.chain``.
     groups: a :class:`LayerGroups`; or regular expressions, one per group in the order of the
-      forward pass, that match whole segments of the leaves' paths: ``"blocks/1"`` is not found in
-      ``blocks/10``. No leaf may match two of them; a leaf that matches none is in the last group.
+      forward pass, that match whole segments of the leaves' paths: ``"blocks/1"`` does not match
+      ``blocks/10``. No leaf may match two; leaves that match none are in the last group.
     schedule: a :class:`FreezeSchedule` for this number of groups, as :func:`fixed_freezing` makes.
     key: the key of the schedule's random numbers, from ``jax.random.key``, or a seed.
     counts: what a step count beside moments in `inner`'s state counts. ``"group"``: the steps in
-      which a group was trained, for the correction of a bias. ``"run"``: all steps, for a learning
-      rate schedule. None: ``"group"``, with a warning if the state is not optax's own; but
-      ``"run"``, with a warning, if the count may belong to estimates made from all leaves, as in
-      ``optax.contrib.prodigy``, or is inside a transformation whose parts can't be called one by
-      one.
+      which a group was trained, for a bias correction. ``"run"``: all steps, for a learning rate
+      schedule. None: ``"group"``, with a warning if the state is not optax's own. But if the count
+      may belong to estimates from all leaves, as in ``optax.contrib.prodigy``, or is inside a
+      transformation whose parts can't be called one by one, None means ``"run"``, with a warning.
 
   Returns:
-    An :class:`optax.GradientTransformationExtraArgs`. Updates have the inner optimizer's dtype. In
-    the extra arguments `grad` and `grad_fn`, too, `inner` sees zeros for frozen leaves.
+    An :class:`optax.GradientTransformationExtraArgs`. Updates have the inner optimizer's dtype. The
+    extra arguments `grad` and `grad_fn` also give `inner` zeros for frozen leaves.
 
   Raises:
     ValueError: `schedule` is for another number of groups; in ``init``: the groups were made for
@@ -165,10 +161,9 @@ class _FreezeLayers:
   """The checked arguments of :func:`freeze_layers`.
 
   Attributes:
-    number_leaves: a function from a tree of the params' structure to the group number of each leaf.
-    owner_of_counts: the argument `counts`.
-    classes: a number for each group; groups that the schedule always trains in the same steps have
-      the same number.
+    number_leaves: takes a tree like the params; returns the tree of its leaves' group numbers.
+    owner_of_counts: the argument `counts`: "group", "run" or None.
+    classes: a number for each group, the same for groups that are always trained in the same steps.
   """
 
   inner: optax.GradientTransformationExtraArgs
@@ -184,7 +179,8 @@ class _FreezeLayers:
     _check_last_group(group_numbers, params, self.schedule.num_groups)
     inner_state = self.inner.init(params)
     layout = self._layout(inner_state, _state_layout.leaf_groups(group_numbers, params))
-    # If all steps have the same depth, the count of the run is also that of each trained group.
+    # If all steps have the same depth, each group that is trained has been trained in all steps, so
+    # that both meanings of a count agree.
     if self.schedule.depths is None or len(self.schedule.depths) > 1:
       _warn_of_uncertain_counts(layout)
     leaves = jax.tree.leaves(inner_state)
@@ -274,7 +270,7 @@ class _FreezeLayers:
     }
 
   def _first_trained(self, depth: _types.IntScalar) -> int:
-    """Returns the first group that a step of this depth may train, as known while tracing."""
+    """Returns the first group that a step of this depth may train; the depth may be traced."""
     if isinstance(depth, np.integer | np.ndarray):
       return int(depth)
     return min(self.schedule.depths or (0,))
@@ -282,7 +278,7 @@ class _FreezeLayers:
   def _scaled(
     self, count: _types.IntScalar, group_numbers: _types.Tree, updates: optax.Updates
   ) -> optax.Updates:
-    """Returns the updates multiplied by the schedule's learning rate factor of each group."""
+    """Returns the updates, multiplied by the schedule's learning rate factor of each group."""
     if self.schedule.learning_rate_scale is None:
       return updates
     scale = _schedules.scale_per_group(
@@ -315,7 +311,7 @@ def _warn_of_uncertain_counts(layout: _state_layout.StateLayout) -> None:
 def _check_last_group(group_numbers: _types.Tree, params: optax.Params, num_groups: int) -> None:
   """Raises ValueError if no leaf is in the last group, the only one that is never frozen."""
   largest = [int(np.max(number)) for number in jax.tree.leaves(group_numbers)]
-  # With a mask, the last group may consist of hidden leaves, which another transformation trains.
+  # With a mask, the last group may consist of hidden leaves, which another optimizer trains.
   if largest and max(largest) < num_groups - 1 and not _masks.masked_paths(params):
     raise ValueError(
       "`groups` must leave a leaf in the last group, which is never frozen; got none in group"

@@ -1,16 +1,12 @@
-"""A step in which each group of layers has step counts of its own.
+"""A step in which each group of layers has step counts of its own, as each param has in PyTorch.
 
-Adam divides its moments by 1 - b^n, where one count n serves all leaves. If a layer is thawed after
-a thousand steps, its moments are still zero and n is 1000, so that its first steps are several
-times too long. PyTorch counts the steps of each param. This module counts the steps of each group.
-Groups that were always trained in the same steps form a class. If the state of an ``update`` holds
-a count beside moments, the ``update`` is called once for each class, with the counts of the class
-in the state. Each leaf, and each layer of a stacked leaf, takes the result of its class; XLA drops
-results that no leaf takes.
-
-Only the ``update`` whose state holds the counts is called several times, not the chain or the other
-composition around it (:mod:`optax_boost._form._compositions`). So a clipping that follows Adam in a
-chain takes the norm of the merged updates.
+Adam divides its moments by 1 - b^n with one count n for all leaves. If a layer is thawed after a
+thousand steps, its moments are still zero but n is 1000, so its first steps are several times too
+long. Here each group has a count. If the state of an ``update`` holds a count beside moments, this
+``update`` is called once for each class of groups (groups that were always trained in the same
+steps), with the counts of the class. Each leaf, and each layer of a stacked leaf, takes the result
+of its class; XLA drops results that no leaf takes. A chain around the ``update`` is called once, so
+that a clipping after Adam takes the norm of the merged updates.
 """
 
 from collections.abc import Sequence
@@ -32,7 +28,7 @@ _CallKey: TypeAlias = int | tuple[Any, ...]
 
 
 def group_classes(depths: Sequence[int] | np.ndarray | None, num_groups: int) -> list[int]:
-  """Returns the class of each group; groups share a class if each depth freezes all or none."""
+  """Returns the class of each group: groups share a class if each depth freezes all or none."""
   if depths is None:
     return list(range(num_groups))
   return [sum(depth <= group for depth in depths) for group in range(num_groups)]
@@ -43,8 +39,8 @@ class GroupCounts:
   """The step counts of the groups, for one step.
 
   Attributes:
-    layout: says which groups the leaves of the inner state belong to, and which leaves are counts.
-    counts: for each count in `layout`, a vector with the count of each group.
+    layout: the group of each leaf of the inner state, and which leaves are step counts.
+    counts: for each count in `layout`, a vector with an entry for each group.
     classes: the class of each group (:func:`group_classes`).
     leaf_groups: the group of each leaf, as a tree of the gradients' structure.
     first_trained: the first group that this step may train.
@@ -59,10 +55,7 @@ class GroupCounts:
   def update_by_group(
     self, update: _compositions.Update, state_groups: _types.Tree, count_positions: _types.Tree
   ) -> _compositions.Update:
-    """Returns an ``update`` that makes the step of each group with the counts of the group.
-
-    The trees are those of :class:`StateLayout`, cut to the part of the state that `update` takes.
-    """
+    """Returns an ``update`` that makes the step of each group with the counts of the group."""
     return functools.partial(self._step, update, state_groups, count_positions)
 
   def advanced(
@@ -72,10 +65,7 @@ class GroupCounts:
     depth: _types.IntScalar,
     made: _types.BoolScalar,
   ) -> tuple[jax.Array, ...]:
-    """Returns the groups' counts after a step that changed the inner state `before` to `after`.
-
-    The count of a trained group advances by as much as the count in the state.
-    """
+    """Returns the counts of all groups after a step; only those of trained groups have advanced."""
     old, new = jax.tree.leaves(before), jax.tree.leaves(after)
     is_trained = (np.arange(len(self.classes), dtype=np.int32) >= depth) & jnp.asarray(made)
 
@@ -98,8 +88,8 @@ class GroupCounts:
   ) -> tuple[optax.Updates, optax.OptState]:
     """Makes a step; returns updates and state.
 
-    Calls :meth:`_step_by_class` for `update`, or for each ``update`` in a chain or the like, if its
-    state has counts. Other parts of a chain are called once.
+    If the state of `update` has counts, calls :meth:`_step_by_class`. In a chain or another
+    composition, does so only for the members whose states have counts, and calls the others once.
     """
     positions = [position for position in jax.tree.leaves(count_positions) if position >= 0]
     if not positions:
@@ -132,9 +122,9 @@ class GroupCounts:
     if len(set(keys[self.first_trained :])) > 1 and isinstance(
       self.counts[positions[0]], jax.core.Tracer
     ):
-      # With `jit`, `update` is traced once, not once for each class.
+      # `jit` traces `update` once, not once for each class.
       update = jax.jit(update)
-    # The last group is never frozen: the counts in the state are also its counts.
+    # The last group is never frozen, so its counts are the counts in the state.
     results = {keys[-1]: update(gradients, state, params)}
     for group in range(self.first_trained, len(keys)):
       if keys[group] not in results:
@@ -165,10 +155,10 @@ def _merge(
   groups: _types.Tree,
   results: Sequence[_types.SameTree],
 ) -> _types.SameTree:
-  """Returns a tree that takes each leaf, or each layer of a stacked leaf, from its group's result.
+  """Returns a tree that takes each leaf, or layer of a stacked leaf, from the result of its group.
 
-  `keys` has the key of each group, `result_keys` the key of each result. A frozen group
-  has no result; its leaves come from the result of the last group.
+  `keys` has a key for each group, `result_keys` for each of the `results`. Frozen groups have no
+  result; they take their leaves from the result of the last group.
   """
 
   def take(group: _state_layout.LeafGroup, *values: jax.Array) -> jax.Array:

@@ -1,11 +1,10 @@
 """Schedules, which compute from the step and a key how many groups of layers are frozen.
 
-  f   the share of steps in which something is frozen
-  G   the number of groups; the last is never frozen
-  D   the number of depths; a depth is a number of groups that a step may freeze, 0, ..., G - 1
+G is the number of groups, of which the last is never frozen. A depth is a number of groups that a
+step may freeze, from 0 to G - 1; D is the number of depths.
 
-Sources: MindSpore Boost's ``GradientFreeze``, whose `freeze_p` is 1 - f; Brock et al., "FreezeOut",
-arXiv:1706.04983; Howard & Ruder, "Universal Language Model Fine-tuning", arXiv:1801.06146.
+Sources: MindSpore Boost's ``GradientFreeze``; Brock et al., "FreezeOut", arXiv:1706.04983; Howard &
+Ruder, "Universal Language Model Fine-tuning", arXiv:1801.06146.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,7 +25,7 @@ _LONGEST_PERIOD = 10_000
 _ROUNDING = 2.0**-52
 # The largest number of groups. Schedules hold an array with an entry for each group.
 _MOST_GROUPS = 10_000
-# The default of `max_depths`: a train step compiles a program for each depth.
+# The default of `max_depths`, since a train step compiles a program for each depth.
 _MOST_DEPTHS = 10
 
 
@@ -37,15 +36,14 @@ class FreezeSchedule:
   Attributes:
     num_groups: the number of groups.
     frozen_groups: a pure function of the step (scalar int32) and a key. It returns how many groups
-      are frozen in that step, a scalar integer that is clipped to 0, ..., num_groups - 1.
+      the step freezes, a scalar integer, which is clipped to 0, ..., num_groups - 1.
     learning_rate_scale: a function of the step that returns a factor for the updates of each group,
       an array of `num_groups` numbers; None: no factors.
-    depths: all values that `frozen_groups` may return. If each value freezes both of two groups or
-      neither, these groups share their step counts; a group that all values freeze has no counts.
-      None: any value.
+    depths: all values that `frozen_groups` may return. Groups that each value freezes together or
+      trains together share their step counts. None: any value.
     lasts: a function of the step that returns for how many steps, including this step,
-      `frozen_groups` returns the same number. The train step reads the number from the device only
-      after these steps. None: one step, so that each step waits until the step before has ended.
+      `frozen_groups` returns the same number. The train step reads a new number from the device
+      only after these steps. None: one step, so each step waits for the step before.
   """
 
   num_groups: int
@@ -66,7 +64,7 @@ class FreezeSchedule:
 
 
 def scalar_depth(depth: Any) -> _types.IntScalar:
-  """Returns the depth from a schedule as an array; raises TypeError if it is no scalar integer."""
+  """Returns a schedule's depth as an array; raises TypeError unless it is a scalar integer."""
   if _checks.is_integer(depth):
     depth = np.int32(min(max(int(depth), 0), _checks.LARGEST_COUNT))
   words = "a scalar integer, how many groups are frozen"
@@ -75,7 +73,7 @@ def scalar_depth(depth: Any) -> _types.IntScalar:
 
 
 def steps_with_depth(lasts: Any) -> _types.IntScalar:
-  """Returns the result of ``lasts`` as an array; raises TypeError if it is no scalar integer."""
+  """Returns the result of ``lasts`` as an array; raises TypeError unless it is a scalar integer."""
   lasts = (
     np.int32(min(max(lasts, 1), _checks.LARGEST_COUNT)) if _checks.is_integer(lasts) else lasts
   )
@@ -117,11 +115,11 @@ def _check_depths(depths: Sequence[int] | np.ndarray, num_groups: int) -> tuple[
 
 
 def _spread_depths(num_groups: int, max_depths: int) -> np.ndarray:
-  """Returns at most `max_depths` depths of a schedule, ascending from 0 to ``num_groups - 1``."""
+  """Returns up to `max_depths` evenly spread depths, ascending from 0 to ``num_groups - 1``."""
   num_groups = _check_num_groups(num_groups)
   _checks.check_whole_number("max_depths", max_depths, minimum=2, static=True)
   last = min(num_groups, int(max_depths)) - 1
-  # An even spread of depths, doubled; half of `last` is added to round to the nearest integers.
+  # i (G - 1) / last for i = 0, ..., last, rounded to the nearest integers.
   doubled = 2 * np.arange(last + 1) * (num_groups - 1) + last
   return (doubled // max(2 * last, 1)).astype(np.int32)
 
@@ -139,7 +137,7 @@ def _python_number(name: str, value: float | np.ndarray, **limits: Any) -> float
 
 
 def _check_share(num_groups: int, frozen_fraction: float) -> tuple[int, float]:
-  """Checks and returns the number of groups and the share, as 0 if nothing can be frozen."""
+  """Checks and returns the number of groups and the share, which is 0 if nothing can freeze."""
   num_groups = _check_num_groups(num_groups)
   share = _python_number("frozen_fraction", frozen_fraction, minimum=0.0, below=1.0)
   return num_groups, 0.0 if num_groups == 1 or share <= _ROUNDING else share
@@ -156,16 +154,15 @@ def continuous_freezing(
 
   Args:
     num_groups: the number of groups G.
-    frozen_fraction: the share of steps in which something is frozen; raising it saves more time
-      and trains the first layers less. (MindSpore's `freeze_p` is one minus this.) Above
-      (D - 1) / D the first group is never trained, with a warning.
-    max_depths: the largest number D of different depths, 0 and G - 1 among them; static. With more
-      groups than depths, several groups are frozen at once. Raising it freezes fewer groups at
-      once; the train step compiles a program for each depth.
+    frozen_fraction: the share of steps in which something is frozen; raising it saves more time and
+      trains the first layers less. (MindSpore's `freeze_p` is one minus this share.) The first
+      group is never trained if the share is above (D - 1) / D, and a warning says so.
+    max_depths: the largest number D of depths (numbers of frozen groups), 0 and G - 1 among them;
+      static. If G is larger than D, several groups are frozen at once. Raising it freezes fewer
+      groups at once; the train step compiles a program for each depth.
 
   Returns:
-    A :class:`FreezeSchedule`. If `max_depths` is at least G, each step freezes as many groups as in
-    MindSpore.
+    A :class:`FreezeSchedule`. If `max_depths` is at least G, it freezes as MindSpore does.
 
   Examples:
     >>> import optax_boost
@@ -177,8 +174,8 @@ def continuous_freezing(
   depths = _spread_depths(num_groups, max_depths)
   if not share:
     return fixed_freezing(num_groups, 0)
-  # The number of steps with nothing frozen. Rounding may change it by one, so it is computed with
-  # the same rounding errors as in MindSpore.
+  # The number of steps with nothing frozen, computed with the rounding errors of MindSpore, since
+  # rounding may change it by one.
   nearest = fractions.Fraction(share).limit_denominator(_LONGEST_PERIOD)
   freeze_p = float(1 - nearest) if abs(nearest - share) <= _ROUNDING else 1 - share
   unfrozen = math.floor(freeze_p * (len(depths) - 1) / (1 - freeze_p))
@@ -216,8 +213,8 @@ def interval_freezing(
       depths has a probability proportional to D - i.
 
   Returns:
-    A :class:`FreezeSchedule` that freezes in the same steps as MindSpore, with depths drawn from
-    the key of :func:`freeze_layers`, independently in each step.
+    A :class:`FreezeSchedule` that freezes in the same steps as MindSpore. How many groups it
+    freezes is drawn from the key of :func:`freeze_layers`, independently in each step.
 
   Examples:
     >>> import jax, optax_boost
@@ -242,16 +239,13 @@ def interval_freezing(
 
 
 def _interval_pattern(share: float) -> np.ndarray:
-  """Returns for the steps 2, 3, ... of one period whether MindSpore freezes groups in them.
-
-  MindSpore always freezes groups in step 1.
-  """
+  """Returns for steps 2, 3, ... of one period whether MindSpore freezes; in step 1 it does."""
   period = fractions.Fraction(share).limit_denominator(_LONGEST_PERIOD).denominator
   freezes: list[bool] = []
   frozen = 0
   for step in range(1, period + 2):
-    # As in MindSpore, a share of 1 - 0.7 is a little more than 0.3, so that a step also freezes if
-    # exactly 0.3 of the steps were frozen so far.
+    # As in MindSpore, a share of 1 - 0.7 is a little more than 0.3, so a step freezes groups even
+    # if exactly 0.3 of the steps before did.
     freezes.append(frozen / step < share)
     frozen += freezes[-1]
   return np.array(freezes[1:])
@@ -284,21 +278,18 @@ def progressive_freezing(
     \frac{1}{2} (1 + \cos(\pi t / t_i)), \qquad
     t_i / T = t_0 + (1 - t_0) \left(\frac{i}{G - 1}\right)^p
 
-  The last group is annealed over the whole run and never frozen, so the inner optimizer's learning
+  The last group is annealed over the whole run and never frozen. So the inner optimizer's learning
   rate should be constant; if it decays, pass ``anneal=False``.
 
   Args:
     num_groups: the number of groups G.
     total_steps: the length T of the run, in steps.
     first: when the first group is frozen, as a share of the run. Lowering it saves more time.
-    power: how the times of the groups are spread; raising it freezes the groups in the middle
-      earlier (the paper's cubic schedule: 3).
+    power: the exponent p (the paper's cubic schedule: 3). Raising it freezes the middle groups
+      earlier.
     anneal: whether updates are multiplied by the factors above.
     max_depths: as for :func:`continuous_freezing`. With more groups than depths, neighboring groups
-      are frozen together, when the first of them is due.
-
-  Returns:
-    A :class:`FreezeSchedule`.
+      are frozen together, at the earliest of their times.
 
   Examples:
     >>> import jax.numpy as jnp, optax_boost
@@ -321,8 +312,8 @@ def progressive_freezing(
   _checks.check_bool("anneal", anneal)
   relative_depths = depths / (num_groups - 1) if num_groups > 1 else np.ones(1)
   ends = np.maximum(np.round(total_steps * (start + (1 - start) * relative_depths**exponent)), 1)
-  # `ends` has for each depth the step in which the depth ends. A group is frozen from the end of
-  # the last depth that trains it.
+  # `ends` has for each depth the first step of the next depth. A group is frozen from the end of
+  # the last depth that trains the group.
   times = ends[np.searchsorted(depths, np.arange(num_groups), side="right") - 1]
   # The last depth never ends.
   changes = np.append(ends[:-1], _checks.LARGEST_COUNT).astype(np.int32)
@@ -355,11 +346,8 @@ def fixed_freezing(
     num_groups: the number of groups G.
     frozen_groups: how many groups are frozen, at most G - 1. Raising it saves more time and trains
       fewer layers.
-    steps: the number of steps with frozen groups, such as the steps that first train a new head;
-      after them nothing is frozen. None: all steps.
-
-  Returns:
-    A :class:`FreezeSchedule`.
+    steps: the number of steps with frozen groups, such as the first steps of a new head. After
+      these steps nothing is frozen. None: all steps.
 
   Examples:
     >>> import optax_boost
@@ -389,7 +377,7 @@ def fixed_freezing(
 def gradual_unfreezing(
   num_groups: int, every: int, *, max_depths: int = _MOST_DEPTHS
 ) -> FreezeSchedule:
-  r"""Trains the last group first, and every n steps thaws the group before the trained ones.
+  r"""Trains the last group first, and every n steps thaws the group before the trained groups.
 
   In step t the first :math:`\max(G - 1 - \lfloor t / n \rfloor, 0)` groups are frozen.
 
@@ -398,10 +386,7 @@ def gradual_unfreezing(
     every: the steps n from one thaw to the next, an epoch in the paper. Raising it keeps the first
       layers unchanged for longer and saves more time.
     max_depths: as for :func:`continuous_freezing`. With more groups than depths, neighboring groups
-      are thawed together, when the first of them is due.
-
-  Returns:
-    A :class:`FreezeSchedule`.
+      are thawed together, at the earliest of their times.
 
   Examples:
     >>> import jax.numpy as jnp, optax_boost
@@ -414,7 +399,7 @@ def gradual_unfreezing(
   """
   depths = _spread_depths(num_groups, max_depths)
   _checks.check_whole_number("every", every, static=True)
-  # `allowed[i]` is the depth of a step that would freeze i groups if every group had a depth.
+  # `allowed[i]` is the largest depth of at most i, for a step that is due to freeze i groups.
   allowed = depths[np.searchsorted(depths, np.arange(num_groups), side="right") - 1]
 
   def frozen_groups(count: _types.IntScalar, key: jax.Array) -> _types.IntScalar:
@@ -422,7 +407,7 @@ def gradual_unfreezing(
 
   def lasts(count: _types.IntScalar) -> _types.IntScalar:
     depth = jnp.asarray(allowed)[jnp.maximum(num_groups - 1 - count // every, 0)]
-    # The depth changes in the first step that would freeze fewer groups.
+    # The depth changes in the first step that is due to freeze fewer groups.
     thaw = (num_groups - depth) * every
     return jnp.where(depth == 0, _checks.LARGEST_COUNT, thaw - count)
 

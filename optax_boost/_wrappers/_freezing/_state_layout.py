@@ -3,8 +3,8 @@
 In optax, a step count beside moments (trees of the params' structure) counts the steps of these
 moments: Adam corrects the bias of `mu` and `nu` by the ``count`` of ``optax.ScaleByAdamState``. A
 count that is alone in its state counts the steps of the run, as in ``optax.ScaleByScheduleState``.
-In states of other authors a count beside moments may count either, since a learning rate schedule
-may read it: the argument `counts` of :func:`freeze_layers` says which.
+In states of other authors, a learning rate schedule may read a count beside moments. So the
+argument `counts` of :func:`freeze_layers` says what the count counts.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -22,21 +22,15 @@ from optax_boost._form import _compositions
 from optax_boost._foundation import _masks, _types
 from optax_boost._trace import _layer_groups
 
-# The names of step counts in the states of optax. Counters of other names count something else:
-# `mini_step` the micro-batches of a window, `steps_since_sync` the inner steps of SAM.
+# The names of step counts in the states of optax. Other counters count something else: `mini_step`
+# the micro-batches of a window, `steps_since_sync` the inner steps of SAM.
 _STEP_COUNTS = ("count", "count_m2", "is_initial_step", "step", "t")
 _PACKAGE = __name__.partition(".")[0]
 
 
 @dataclasses.dataclass(frozen=True)
 class StackedGroups:
-  """The groups of the layers of a stacked leaf, a param that holds many layers along one axis.
-
-  Attributes:
-    groups: the group of each layer.
-    axis: the axis of the layers in the leaf.
-    shape: the shape of the leaf.
-  """
+  """The group of each layer of a stacked leaf: a param of `shape` with many layers along `axis`."""
 
   groups: tuple[int, ...]
   axis: int
@@ -44,15 +38,14 @@ class StackedGroups:
 
   @property
   def last_group(self) -> int:
-    """The group of a value without an axis of layers, which is frozen when all layers are."""
+    """The last group of the layers; a value without an axis of layers is frozen with this group."""
     return max(self.groups)
 
   @functools.lru_cache(maxsize=4096)  # noqa: B019  # small, and equal for all instances of a leaf
   def axis_in(self, shape: tuple[int, ...]) -> int | None:
-    """Returns the axis of layers in a value of the state that belongs to the leaf.
+    """Returns the axis of layers in a value of the state that belongs to the leaf and has `shape`.
 
-    `shape` is the value's shape, which may lack axes of the leaf. Returns None if the value has no
-    axis of layers, or if more than one of its axes may be the axis of layers.
+    The value may lack axes of the leaf. Returns None if no axis, or more than one, is possible.
     """
     candidates = set()
     for axes in itertools.combinations(range(len(self.shape)), len(shape)):
@@ -62,9 +55,9 @@ class StackedGroups:
     return axis if axis is not None and shape[axis] == len(self.groups) else None
 
   def numbers_for(self, shape: tuple[int, ...]) -> _layer_groups.GroupNumber:
-    """Returns the groups of the layers, as an array that broadcasts against a value.
+    """Returns the groups of the layers, as an array that broadcasts against a value of `shape`.
 
-    `shape` is the value's shape. If the value has no axis of layers, returns :attr:`last_group`.
+    If the value has no axis of layers, returns :attr:`last_group`.
     """
     axis = self.axis_in(shape)
     if axis is None:
@@ -77,11 +70,7 @@ LeafGroup: TypeAlias = int | StackedGroups
 
 
 def leaf_groups(numbers: _types.Tree, leaves: _types.Tree) -> _types.Tree:
-  """Returns the :data:`LeafGroup` of each leaf, as a tree of the structure of `leaves`.
-
-  `numbers` has a group number for each leaf, or for a stacked leaf an array that broadcasts
-  against the leaf.
-  """
+  """Returns the :data:`LeafGroup` of each leaf, from its group number or array of numbers."""
 
   def leaf_group(number: _layer_groups.GroupNumber, leaf: jax.Array) -> LeafGroup:
     if not isinstance(number, np.ndarray):
@@ -97,12 +86,9 @@ class StateLayout:
   """Which leaves of an inner optimizer's state belong to params, and which are step counts.
 
   Attributes:
-    structure: the structure of the state.
-    groups: for each leaf of the state, the group of the param that the leaf belongs to; None if it
-      belongs to no param.
+    groups: for each leaf of the state, the group of the param that the leaf belongs to, or None.
     counts: the indices, among the state's leaves, of the step counts that are kept for each group.
-    shared: the types of states with counts that may count the steps of moments, and which all
-      groups share nevertheless.
+    shared: the types of states whose counts all groups share, but may belong to moments.
     assumed: the types of other authors' states whose counts are taken to belong to moments.
     hidden: the names of compositions (such as ``optax.chain``) whose counts all groups share, since
       the transformations in them can't be called one by one.
@@ -117,15 +103,12 @@ class StateLayout:
 
   @property
   def state_groups(self) -> _types.Tree:
-    """The group of each leaf of the state, as a tree of the state's structure.
-
-    A leaf of the state that belongs to no param has the group -1.
-    """
+    """The group of each leaf of the state, or -1, as a tree of the state's structure."""
     return jax.tree.unflatten(self.structure, [-1 if g is None else g for g in self.groups])
 
   @property
   def count_positions(self) -> _types.Tree:
-    """The position of each leaf of the state in `counts`, or -1, as a tree of its structure."""
+    """The position in `counts` of each leaf of the state, or -1, as a tree of its structure."""
     positions = {index: position for position, index in enumerate(self.counts)}
     leaves = [positions.get(index, -1) for index in range(len(self.groups))]
     return jax.tree.unflatten(self.structure, leaves)
@@ -144,10 +127,7 @@ def select(
   before: _types.OptState,
   after: _types.OptState,
 ) -> _types.OptState:
-  """Returns a state with ``choose(group, old, new)`` for each leaf of `before` and `after`.
-
-  `state_groups` is :attr:`StateLayout.state_groups`. A leaf of the group -1 is taken from `after`.
-  """
+  """Returns ``choose(group, old, new)`` for each leaf of a state, or `new` if the group is -1."""
 
   def select_leaf(group: LeafGroup, old: jax.Array, new: jax.Array) -> jax.Array:
     if group == -1:
@@ -161,7 +141,7 @@ def select(
 
 
 class _ParamsLikeTree:
-  """Stands in a state for a tree of the params' structure, and holds the groups of its leaves."""
+  """Replaces a tree of the params' structure in a state, and holds the groups of its leaves."""
 
   def __init__(self, tree: _types.Tree, groups: _types.Tree):
     masked_or_group = jax.tree.map(
@@ -179,7 +159,7 @@ def find_layout(
   groups: _types.Tree,
   owner_of_counts: str | None,
 ) -> StateLayout:
-  """Finds which leaves of an optimizer's state belong to params, and which are step counts.
+  """Finds the :class:`StateLayout` of the state of `inner`.
 
   `groups` is the tree that :func:`leaf_groups` returns for the params; `owner_of_counts` is the
   argument `counts` of :func:`freeze_layers`. Raises TypeError if ``optax.tree.map_params`` can't
@@ -242,10 +222,7 @@ def find_layout(
 def _hidden_counts(
   update: _compositions.Update, count_positions: _types.Tree
 ) -> Iterator[tuple[int, str]]:
-  """Yields the counts in compositions whose held transformations can't be called one by one.
-
-  Yields the position of each count, and the name of the composition.
-  """
+  """Yields (position, name) for counts in compositions whose members can't be called one by one."""
   positions = [position for position in jax.tree.leaves(count_positions) if position >= 0]
   held_updates = _compositions.held_updates(update) if positions else []
   if not held_updates:
@@ -274,8 +251,7 @@ def _kind_of_counts(
 ) -> Literal["moments", "assumed", "run", "unclear"]:
   """Returns whether the counters in a node count the steps of moments or of the run.
 
-  "assumed": they are another author's, and taken to count the steps of moments; "unclear": they may
-  count either.
+  "assumed": another author's, taken to count the steps of moments; "unclear": may be either.
   """
   counters = [name for name, child in children if _is_counter(child)]
   # The counters of this package's methods count the steps of the run.
@@ -290,12 +266,12 @@ def _kind_of_counts(
     for name, child in children
     if not (isinstance(child, _ParamsLikeTree) or (_is_counter(child) and name in _STEP_COUNTS))
   ]
-  # If a child of the node is a state (which may be empty), the node is the state of a wrapper.
+  # If a child of the node is a state (also an empty one), the node is the state of a wrapper.
   is_wrapper = any(x is not None and not jax.tree_util.all_leaves([x]) for x in remaining)
   if is_wrapper and not any(name in _STEP_COUNTS for name in counters):
     return "run"
-  # A scalar that is no counter may be an estimate made from all leaves, as in Prodigy. An array
-  # that belongs to no param is a setting, such as the coefficients of Muon.
+  # A scalar that is not a counter may be an estimate from all leaves, as in Prodigy. An array that
+  # belongs to no param is a setting, such as the coefficients of Muon.
   has_scalars = any(jax.tree_util.all_leaves([x]) and jnp.ndim(x) == 0 for x in remaining)
   if is_wrapper or has_scalars:
     return "unclear"

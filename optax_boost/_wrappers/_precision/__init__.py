@@ -2,9 +2,9 @@
 
 Modules:
 
-  _loss_scale           the loss scale: which steps are skipped, and how they change the scale
+  _loss_scale           the loss scale: which steps it skips, and when it grows or shrinks
   _rounding             rounds to nearest or stochastically; draws the random numbers
-  _float32_optimizer    the wrapper that masters and stochastic rounding share: steps in float32
+  _float32_optimizer    the wrapper behind the next two modules: steps in float32
   _master_weights       the arguments of ``master_weights``, and its state
   _stochastic_rounding  the arguments of ``stochastic_rounding``, and its state
 """

@@ -1,7 +1,7 @@
 """Runs an optimizer in float32 for half-precision params, and rounds the new params.
 
-:func:`master_weights` and :func:`stochastic_rounding` are this wrapper. The first keeps masters,
-which are float32 copies of the params before rounding; the second keeps no copies.
+:func:`master_weights` and :func:`stochastic_rounding` are this wrapper, with and without masters,
+which are float32 copies of the params before rounding.
 """
 
 import dataclasses
@@ -42,8 +42,8 @@ class _Float32Optimizer:
       "made": jnp.zeros([], bool),
     }
     if "master_params" in self.state_type._fields:
-      # The masters are copied: `inner` may keep its params in its state, and a call that donates
-      # the state can't donate one array twice.
+      # The masters are copied: `inner` may keep its params in its state, too, and a call can't
+      # donate one array twice.
       fields["master_params"] = _arrays.copy_arrays(float32_params)
     return self.state_type(**fields)
 
@@ -58,8 +58,8 @@ class _Float32Optimizer:
     makes_step: _types.Condition = True
     is_finite = jnp.asarray(True)
     # If the updates are checked, gradients are not, since `inner` may handle gradients that are not
-    # finite. Gradients of a scaled loss are not checked either: the loss scale in `inner` must see
-    # every overflow, and skips the step itself.
+    # finite. Nor are the gradients of a scaled loss: the loss scale in `inner` must see every
+    # overflow, and skips the step itself.
     unseen = _protocol.unseen_by_scale(state.inner_state, call.gradients()[0])
     if unseen and not self.checks_updates:
       makes_step = is_finite = call.passes(
@@ -89,10 +89,7 @@ class _Float32Optimizer:
     )
 
   def _plan(self, outer: _driver.StepPlan, state: optax.OptState) -> _driver.StepPlan:
-    """Returns the plan of a step in float32.
-
-    Its stored params are a pair: the stored params of the plan `outer`, and the masters or None.
-    """
+    """Returns a plan whose stored params are a pair: those of `outer`, and the masters or None."""
 
     def read(stored: _driver.StoredParams) -> optax.Params:
       params, masters = outer.access.read(stored[0]), stored[1]
@@ -119,10 +116,7 @@ class _Float32Optimizer:
     return plan.with_check(self._on_all_devices) if self.checks_updates else plan
 
   def _on_all_devices(self, flag: _types.BoolScalar) -> _types.BoolScalar:
-    """Returns whether a flag is true on all devices.
-
-    So all devices run the collectives of `inner`, or none does.
-    """
+    """Returns whether a flag is True on all devices, so that all or none run collectives."""
     return _mesh_axes.on_all_devices(flag, self.axis_name, self.method)
 
   def _step_key(self, state: optax.OptState) -> jax.Array | None:
@@ -132,10 +126,9 @@ class _Float32Optimizer:
     return jax.random.fold_in(key, state.count)
 
   def _follow(self, masters: optax.Params, params: optax.Params) -> optax.Params:
-    """Returns the masters; replaces each whose param was changed since the last step by the param.
+    """Returns the masters. A param that was changed since the last step replaces its master.
 
-    A param was changed if it is not its rounded master: rounded to nearest without a key, or to one
-    of the two neighbours with a key.
+    A param was changed if it is not the master, rounded to nearest (with a key: to a neighbour).
     """
 
     def follow(m: jax.Array, p: jax.Array) -> jax.Array:
@@ -217,7 +210,7 @@ def _difference(rounded: optax.Params, params: optax.Params) -> optax.Updates:
   """Returns the float32 updates that change `params` to `rounded`, which has the same dtypes."""
 
   def subtract(r: jax.Array, p: jax.Array) -> jax.Array:
-    # Infinite params stay infinite: the difference of infinities would be NaN.
+    # Infinite params stay infinite, since the difference of infinities would be NaN.
     return jnp.where(r == p, 0, _arrays.widen(r) - _arrays.widen(p))
 
   return jax.tree.map(subtract, rounded, params)

@@ -1,16 +1,14 @@
 """Dynamic loss scaling, which keeps small gradients from vanishing in float16.
 
 The loss is multiplied by a scale s before it is differentiated, and the gradients are divided by s
-afterwards. The quotients stay in float32, since they would vanish in float16 after all. So the
-inner optimizer and its state are in at least float32. An overflow, a step whose gradients are not
-finite, changes the scale:
+afterwards. The quotients stay in float32, since they would vanish in float16 after all. An overflow
+(a step whose gradients are not finite) changes the scale:
 
   overflow                    the step is skipped; from the h-th overflow on since s last grew,
                               s <- max(s * backoff, minimum)
   n steps without overflow    s <- min(s * growth, maximum)
 
-Sources: MindSpore's ``DynamicLossScaleUpdateCell``; the hysteresis h is from Megatron's
-``DynamicGradScaler``.
+Sources: MindSpore's ``DynamicLossScaleUpdateCell``; Megatron's ``DynamicGradScaler`` for h.
 """
 
 from collections.abc import Callable
@@ -66,13 +64,12 @@ class DynamicLossScaleState(NamedTuple):
 
   Attributes:
     loss_scale: scalar float32, the factor of the next loss.
-    growth_count: scalar int32, the number of steps since the last overflow or since the scale last
-      grew, whichever was later.
+    growth_count: scalar int32, the number of steps since the last overflow or growth of the scale.
     hysteresis_count: scalar int32, the number of overflows since the scale last grew.
     notfinite_count: scalar int32, steps that were skipped since a gradient was not finite, or with
       ``check="updates"`` since a param or the inner state would not have been finite.
-    hidden: a dictionary whose keys are the paths of the leaves that ``optax.masked`` hides from the
-      method. It holds no arrays. The train step divides the gradients of these leaves by the scale.
+    hidden: a dict without arrays, whose keys are the paths of the leaves that ``optax.masked``
+      hides. The train step divides the gradients of these leaves by the scale.
     inner_state: the inner optimizer's state.
     made: scalar bool, whether the last call made a step.
   """
@@ -105,18 +102,19 @@ def dynamic_loss_scale(
   :func:`make_train_step` does so; in your own loop, read
   ``optax.tree.get(opt_state, "loss_scale")``.
 
-  A step whose unscaled gradients are not finite changes only the scale and the counters. If the
-  loss scale is inside ``optax.partition`` or ``optax.masked``, :func:`make_train_step` divides the
-  gradients of the other leaves by the scale.
+  A step whose unscaled gradients are not finite changes only the scale and the counters. If this
+  wrapper is inside ``optax.partition`` or ``optax.masked``, it does not see all leaves; then
+  :func:`make_train_step` divides the gradients of the other leaves by the scale.
 
   Args:
     inner: the optimizer. Its gradients and its state are in at least float32. For float16 params
       put :func:`master_weights` around it: ``master_weights(dynamic_loss_scale(inner))``.
     initial_scale: the first scale, between `minimum` and `maximum`.
-    growth_interval: steps without an overflow before the scale grows; raising it risks fewer
-      overflows and adapts more slowly. None: a static scale; steps that overflow are still skipped.
-    hysteresis: the number of overflows, since the scale last grew, that it takes to shrink the
-      scale; raising it tolerates rare overflows that a smaller scale would not prevent.
+    growth_interval: the steps without an overflow after which the scale grows; raising it risks
+      fewer overflows and adapts more slowly. None: a static scale; overflows are still skipped.
+    hysteresis: an overflow shrinks the scale if at least this many overflows, itself included,
+      occurred since the scale last grew. Raising it tolerates rare overflows that a smaller scale
+      would not prevent.
     growth_factor: the factor by which the scale grows, at least 1.
     backoff_factor: the factor by which an overflow shrinks the scale, above 0 and below 1.
     minimum: the smallest scale.
@@ -125,16 +123,15 @@ def dynamic_loss_scale(
       either all devices make a step or none does. Without it, a bad gradient on one device
       deadlocks a program whose inner optimizer has collectives. Not needed under ``jit``.
     check: ``"gradients"`` skips a step whose gradients are not finite. If `inner` makes a NaN from
-      finite gradients, as ``optax.adam(eps=0)`` does, the NaN goes into params and state; then all
-      gradients are NaN, and all steps are skipped and counted. ``"updates"`` also skips a step
-      whose new params or state would not be finite; it computes each step twice, which takes more
-      time.
+      finite gradients, as ``optax.adam(eps=0)`` does, the NaN goes into params and state. Then all
+      gradients are NaN, so all steps are skipped and counted. ``"updates"`` also skips a step whose
+      new params or state would not be finite, but computes each step twice.
 
   Returns:
     An :class:`optax.GradientTransformationExtraArgs`. `inner` gets the extra arguments `grad` and
-    `grad_fn` unscaled; `value` and `value_fn` are those of the unscaled loss. Updates have the
+    `grad_fn` unscaled; `value` and `value_fn` belong to the unscaled loss. Updates have the
     promoted dtype of gradients and params; if `inner` is :func:`master_weights` or
-    :func:`stochastic_rounding`, they stay float32.
+    :func:`stochastic_rounding`, updates stay float32.
 
   Examples:
     >>> import jax.numpy as jnp, optax, optax_boost
@@ -184,7 +181,7 @@ def _check_scales(
   """Raises unless minimum <= initial_scale <= maximum, all in the range of float32."""
   scales = {"minimum": minimum, "initial_scale": initial_scale, "maximum": maximum}
   for name, value in scales.items():
-    # 3.4028235e38 is the largest float32, rounded up as NumPy prints it. Users may copy it.
+    # The largest float32, rounded up as NumPy prints it: users may copy it.
     _checks.check_number(
       name, value, minimum=float(jnp.finfo(jnp.float32).tiny), maximum=3.4028235e38
     )
@@ -263,7 +260,7 @@ class _LossScale:
     plan = call.plan
     if self.checks_updates:
       plan = plan.with_check(self._on_all_devices)
-    # Inside another loss scale gradients are float32 already; the outer scale casts the updates.
+    # Inside another loss scale, gradients are float32 already; the outer scale casts updates.
     if plan.cast_updates is None:
       plan = dataclasses.replace(plan, cast_updates=_cast_to(call.gradients()[0], call.params))
     return plan

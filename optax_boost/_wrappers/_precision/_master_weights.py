@@ -1,10 +1,6 @@
-"""Master weights: float32 copies of half-precision params.
+"""Master weights: float32 copies of half-precision params, in which small updates don't vanish.
 
-Small updates vanish in half precision: 1 + 1e-4 is 1 in float16. So training updates float32
-copies of the params, the masters, and the model's params are the rounded masters.
-
-Source: Micikevicius et al., "Mixed Precision Training", arXiv:1710.03740; MXNet's
-`multi_precision`.
+Sources: Micikevicius et al., arXiv:1710.03740; MXNet's `multi_precision`.
 """
 
 from typing import Literal, NamedTuple
@@ -50,8 +46,8 @@ def master_weights(
 ) -> optax.GradientTransformationExtraArgs:
   r"""Trains float32 copies of half-precision params, the masters; rounds them to the params.
 
-  The inner optimizer gets the masters as its params, and the gradients in float32. Its updates
-  move the masters; the returned updates move the params to the rounded masters.
+  The inner optimizer gets the masters as its params, and the gradients in float32. Its updates are
+  added to the masters. The updates that the wrapper returns move the params to the rounded masters.
 
   A step whose gradients are not finite changes nothing and is counted. A master beyond the range
   of the params' dtype is rounded to the end of the range. If a param was changed between two steps
@@ -59,15 +55,15 @@ def master_weights(
 
   Args:
     inner: the optimizer of the masters.
-    key: a key of ``jax.random.key`` or a seed, for stochastic rounding, whose error is zero on
-      average; None: round to nearest. The masters are never rounded.
+    key: a key of ``jax.random.key`` or a seed, to round the params stochastically: the mean error
+      is zero. None: round to nearest. The masters are never rounded.
     axis_name: as for :func:`dynamic_loss_scale`.
     check: as for :func:`dynamic_loss_scale`.
 
   Returns:
     An :class:`optax.GradientTransformationExtraArgs` that needs `params`. Updates are float32
     (float64 for float64 params): ``optax.apply_updates`` adds them in float32 and rounds once. The
-    result is the rounded master, unless a weight shrinks 4,096-fold in one step; then the master is
+    sum is the rounded master, unless a weight shrinks 4,096-fold in one step; then the master is
     set to the param. Put wrappers of optax that skip steps inside, as in
     ``master_weights(optax.apply_if_finite(inner, 5))``.
 

@@ -18,8 +18,8 @@ def round_stochastically(u: jax.typing.ArrayLike, x: jax.Array, dtype: _types.Dt
     q \left( \lfloor |x| / q \rfloor + [u < |x| / q - \lfloor |x| / q \rfloor] \right), \qquad
     u \sim U[0, 1)
 
-  with the distance :math:`q` between neighbours in `dtype`. Beyond the range of `dtype` the result
-  is the range's end.
+  where :math:`q` is the distance between neighbours in `dtype`. A number beyond the range of
+  `dtype` becomes the end of the range.
   """
   # XLA 18: all is computed in float32, since XLA may leave out a conversion to 16 bits and back.
   info = jnp.finfo(dtype)
@@ -62,11 +62,7 @@ def round_like(
 def _draws(
   key: jax.Array, leaves: Sequence[jax.Array], targets: Sequence[jax.Array]
 ) -> list[jax.Array | None]:
-  """Returns random numbers in [0, 1) for each leaf; None for a leaf of its target's dtype.
-
-  `targets` are the params to whose dtypes the leaves are rounded. Small leaves of one shape are
-  drawn by one kernel.
-  """
+  """Returns random numbers in [0, 1) for each leaf, or None if it has the dtype of its target."""
   keys = jax.random.split(key, max(len(leaves), 1))
   draws: list[jax.Array | None] = [None] * len(leaves)
   for indices in _arrays.group_small_leaves([None] * len(leaves), leaves, targets):
@@ -77,7 +73,7 @@ def _draws(
     if len(indices) == 1:
       draws[first] = draw(keys[first])
       continue
-    # XLA 8: the numbers are drawn at once; without the barrier, XLA makes a kernel for each leaf.
+    # XLA 8: one kernel draws all numbers; without the barrier, XLA makes a kernel for each leaf.
     stacked = jax.lax.optimization_barrier(jax.vmap(draw)(keys[np.array(indices)]))
     for i, u in zip(indices, stacked, strict=True):
       draws[i] = u

@@ -1,10 +1,6 @@
 """Stochastic rounding: trains half-precision params without float32 copies.
 
-Rounding to nearest loses every update below half the distance to the next number. Stochastic
-rounding rounds up with the probability that makes the mean exact, so small updates act on average.
-
-Source: Gupta et al., "Deep Learning with Limited Numerical Precision", arXiv:1502.02551; Zamirai et
-al., "Revisiting BFloat16 Training", arXiv:2010.06192.
+Sources: Gupta et al., arXiv:1502.02551; Zamirai et al., arXiv:2010.06192.
 """
 
 from typing import Literal, NamedTuple
@@ -56,9 +52,9 @@ def stochastic_rounding(
       x_- & \text{otherwise} \end{cases}
 
   for the update :math:`\Delta` of the inner optimizer and the neighbours :math:`x_- \le x \le x_+`
-  in the params' dtype, so that :math:`E[R(x)] = x`. The inner optimizer gets the params and the
-  gradients in float32, and its updates are added in float32. :func:`master_weights` needs 4 bytes
-  more per param and has no noise.
+  in the params' dtype. So :math:`E[R(x)] = x`: small updates act on average, while rounding to
+  nearest would lose them. The inner optimizer gets the params and the gradients in float32, and its
+  updates are added in float32. :func:`master_weights` needs 4 more bytes per param, without noise.
 
   A step whose gradients are not finite changes nothing and is counted. A param beyond the range of
   its dtype is rounded to the end of the range. Params that are NaN or infinite are not changed.
