@@ -55,9 +55,10 @@ def skip_spikes(
     n_t > f \, \frac{\sum_{i<t} d^{t-1-i} n_i}{\sum_{i<t} d^{t-1-i}}
 
   for the global norm :math:`n_t` of the gradient, `factor` f and `decay` d, or if the gradient is
-  not finite. A skipped step changes neither params nor inner state, and is counted. Its norm enters
-  the mean as f times the mean, so that after a lasting change of the norms the mean follows, and
-  steps are made again. A norm that is zero or not finite does not enter the mean.
+  not finite. A skipped step changes neither params nor inner state, and is counted. No norm enters
+  the mean as more than f times the mean before, so a single spike changes the mean little; after a
+  lasting rise of the norms the mean follows, and steps are made again. A norm that is zero or not
+  finite does not enter the mean.
 
   Clipping by the global norm would only shorten the step: the params would still move along the bad
   gradient, and the moments would take the gradient in.
@@ -68,8 +69,8 @@ def skip_spikes(
       1, every step whose norm is above the mean is skipped.
     decay: d, the weight of a norm divided by the weight of the next norm, from 0 to below 1; about
       1 / (1 - decay) norms count. Raising it makes the mean follow the norms more slowly.
-    start: how many norms the mean must have before a step is skipped for its norm. Raising it skips
-      fewer steps of a warm-up, in which norms change fast.
+    start: how many norms the mean must have before a step with a finite norm is skipped. Raising it
+      skips fewer steps of a warm-up, in which norms change fast.
     axis_name: as for :func:`dynamic_loss_scale`; :math:`n_t^2` is averaged over the devices.
 
   Returns:
@@ -133,16 +134,18 @@ class _SkipSpikes:
       squares = unscaled_squares + (self._sum_squares(grads) - unscaled_squares) / scale / scale
     norm = jnp.sqrt(squares)
     is_finite = _finiteness.finite_entries(norm)
-    limit = self.factor * state.norm_sum / jnp.maximum(state.norm_weight, 1)
+    mean = state.norm_sum / jnp.maximum(state.norm_weight, 1)
+    limit = jnp.where(state.count > 0, self.factor * mean, jnp.inf)
     is_spike = is_finite & (state.count >= self.start) & (norm > limit)
     is_skipped = is_spike | ~_finiteness.finite_entries(unscaled_squares)
-    capped = jnp.where(is_spike, limit, norm)
     # The gradient of a masked loss may have norm zero. If such norms entered the mean, the limit
     # would approach zero, and any other norm would be a spike.
     enters_mean = is_finite & (norm > 0)
     new_state = state._replace(
       gradient_norm=norm,
-      norm_sum=jnp.where(enters_mean, self.decay * state.norm_sum + capped, state.norm_sum),
+      norm_sum=jnp.where(
+        enters_mean, self.decay * state.norm_sum + jnp.minimum(norm, limit), state.norm_sum
+      ),
       norm_weight=jnp.where(enters_mean, self.decay * state.norm_weight + 1, state.norm_weight),
       count=_arrays.increment_if(enters_mean, state.count),
       spike_count=_arrays.increment_if(is_skipped, state.spike_count),

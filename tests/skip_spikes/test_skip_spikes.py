@@ -20,7 +20,7 @@ def spikes(norms):
     is_spike = bool(count >= START and np.isfinite(norm) and norm > limit)
     skipped.append(is_spike or not np.isfinite(norm))
     if np.isfinite(norm) and norm > 0:
-      total, weight = DECAY * total + min(norm, limit if is_spike else norm), DECAY * weight + 1
+      total, weight = DECAY * total + min(norm, limit), DECAY * weight + 1
       count += 1
   return skipped
 
@@ -46,6 +46,7 @@ NORMS = {
   "NaN first": [np.nan, 1, 1, 1, 9, 1],
   "not finite": [1, 1, np.inf, 1, np.nan, 7, 1],
   "a lasting rise": [1, 1, 1, *[100] * 12],
+  "in the first steps": [1, 1000, 1, 1, 30, 1],
   "zeros first": [*[0] * 30, *[1] * 8],
   "masked losses": [0, 1, 0, 1, 0, 0, 8, 0, 1],
 }
