@@ -9,8 +9,9 @@ import jax
 def compile_programs(programs: Sequence[jax.stages.Lowered]) -> concurrent.futures.Future[None]:
   """Compiles `programs` in a new thread; returns a future that is done when all are compiled.
 
-  Training continues, since XLA compiles without Python's interpreter lock. The caller lowers the
-  jitted functions, since a trace depends on contexts of its thread, such as ``jax.set_mesh``.
+  Training continues meanwhile, since XLA compiles without Python's interpreter lock. The caller
+  lowers the programs in its own thread, since tracing depends on contexts of the current thread,
+  such as ``jax.set_mesh``.
   """
 
   def compile_all() -> None:

@@ -17,10 +17,10 @@ class _Remembered(NamedTuple):
   """What a :class:`DepthReader` remembers about an optimizer state that a step returned.
 
   Attributes:
-    arrays: the fields of the freezing method's state that are not inner states. If a user has
-      replaced one of these arrays, the reader reads the number of groups from the device again.
-    depth: the number of groups that the step has frozen.
-    steps: for how many of the next steps `depth` can't change.
+    arrays: the arrays in the freezing wrapper's state, without those of its inner states. If a user
+      replaces one of these arrays, the reader reads the number of groups from the device again.
+    depth: the number of groups that were frozen in the step that returned the state.
+    steps: how many of the next steps certainly freeze the same number of groups.
   """
 
   arrays: list[jax.Array]
@@ -31,15 +31,17 @@ class _Remembered(NamedTuple):
 class DepthReader:
   """Reads from optimizer states of one structure how many groups the next step freezes.
 
-  To read an array, the host must wait until the previous step has ended. But the state's field
-  `frozen_for` says for how many steps the number can't change, and a skipped step only delays the
-  change. So the reader remembers the states that steps return, and reads nothing in these steps.
+  To read an array from the device, the host must wait until the previous step has ended. The reader
+  avoids most of these reads. The state's field `frozen_for` says for how many steps the number of
+  frozen groups can't change. (A skipped step only delays the change.) The reader remembers the
+  number for each state that a step returns, and reads the device again only after `frozen_for`
+  steps.
   """
 
   def __init__(self, opt_state: optax.OptState):
     requesting = _protocol.requesting_state(opt_state, _protocol.FROZEN_GROUPS)
     self._freezes = requesting is not None
-    # By the `id` of the first array in `_Remembered.arrays`.
+    # The key is the `id` of the first array in `_Remembered.arrays`.
     self._remembered: dict[int, _Remembered] = {}
     if self._freezes:
       self._path = _trees.child_indices(opt_state, requesting)
@@ -54,7 +56,8 @@ class DepthReader:
     """
     if not self._freezes:
       return None, 0
-    # This loop is also in `remember`: both run in every step, and a common function takes time.
+    # `remember` repeats this loop. Both methods run in every step, and a call of a common function
+    # would take time.
     state = opt_state
     for index in self._path:
       state = _trees.flatten_node(state)[0][index]
@@ -70,7 +73,10 @@ class DepthReader:
     return depth, steps
 
   def remember(self, opt_state: optax.OptState, depth: int | None, steps: int) -> None:
-    """Remembers the state that a step returned; before it, `read` returned `depth` and `steps`."""
+    """Remembers an optimizer state that a step returned.
+
+    `depth` and `steps` are what `read` returned before this step.
+    """
     if depth is None:
       return
     state = opt_state

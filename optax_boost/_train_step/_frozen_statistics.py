@@ -22,13 +22,14 @@ def hold_statistics(
   depth: _types.IntScalar | np.integer,
   find_axes: Callable[[], Mapping[int, int]],
 ) -> _types.ModelState:
-  """Returns the statistics `after` a step; those of frozen layers have their values in `before`.
+  """Returns the statistics after a step; frozen layers keep their old values.
 
-  Statistics belong to a layer if their path is the path of its params, apart from the name of a
-  Linen collection in front. Integers (counts of batches or draws) and statistics of layers without
-  params are those of `after`. `groups` are the groups of the leaves of `params`; the first `depth`
-  groups are frozen. ``find_axes()`` maps the index of a leaf of `before` that stacks several layers
-  to the axis of the layers.
+  `before` and `after` are the model states before and after the forward pass. `groups` has the
+  group of each leaf of `params`, and the first `depth` groups are frozen. A statistic belongs to
+  the layer whose params have the same path, apart from the name of a Linen collection in front.
+  Integers (counts of batches or draws) and statistics that belong to no layer have their new
+  values. A leaf of `before` may stack the statistics of several layers: ``find_axes()`` maps the
+  index of such a leaf to the axis of the layers.
   """
   # Leaves are matched by path, since a loss may return other containers or more statistics.
   numbered = enumerate(zip(_paths.leaf_paths(before), jax.tree.leaves(before), strict=True))
@@ -76,8 +77,8 @@ def _is_inexact(x: _types.Unchecked) -> bool:
 def _module_paths(tree: _types.Tree) -> list[str]:
   """Returns the path of each leaf's module, without the name of a Linen collection in front.
 
-  After the index in a list, the path has the list's length (``2 of 4``): a list of params and a
-  list of statistics are taken for the same modules only if they have the same length.
+  An index in a list is written with the length of the list, as in ``2 of 4``. So params and
+  statistics in lists have the same path only if both lists have the same length.
   """
   lengths: dict[_types.KeyPath, int] = {}
   for path in _paths.leaf_keys(tree, lambda node: not jax.tree.leaves(node)):

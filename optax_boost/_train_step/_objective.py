@@ -40,7 +40,8 @@ class Objective:
   ) -> tuple[tuple[_types.FloatScalar, Any], optax.Updates]:
     """Returns ``(loss, aux)`` and the scaled loss's gradient, which is zero in frozen layers."""
     loss = self._without_frozen_gradients()
-    # If layers are frozen, the loss is not checked, since it may rightly depend on these alone.
+    # If the number of frozen groups is static, the loss has no gradient in frozen layers. The loss
+    # is not checked then, since it may depend on frozen layers only.
     if self.must_depend and (self.freezing is None or self.freezing.frozen() is None):
       loss = _check_dependence(loss)
     if self.scaling is None:
@@ -56,13 +57,17 @@ class Objective:
     gradients = steepest_ascent(gradients)
     if self.scaling is not None:
       gradients = self.scaling.unscale_unseen(gradients)
-    # If the number of frozen groups is static, `_without_frozen_gradients` made these zeros.
+    # If the number of frozen groups is static, gradients in frozen layers are zero already, since
+    # `_without_frozen_gradients` has stopped them.
     if self.freezing is not None and self.freezing.frozen() is None:
       gradients = self.freezing.zero_frozen(gradients)
     return output, gradients
 
   def _without_frozen_gradients(self) -> LossWithAux:
-    """Returns the loss; stops frozen layers' gradients if the number of frozen groups is static."""
+    """Returns the loss as a function whose gradient is zero in frozen layers.
+
+    If no layer is frozen, or if the number of frozen groups is traced, returns `loss` unchanged.
+    """
     frozen = None if self.freezing is None else self.freezing.frozen()
     if frozen is None or not any(map(np.any, frozen)):
       return self.loss
@@ -81,7 +86,8 @@ class Objective:
   def closures(self, current: optax.Params) -> dict[str, _types.Closure]:
     """Returns, by name, the extra arguments of ``update`` that are functions of params.
 
-    If ``optax.masked`` hides leaves of a function's argument, it uses the leaves of `current`.
+    If ``optax.masked`` hides leaves of the params that such a function gets, the function uses the
+    leaves of `current` in their place.
     """
 
     @_extra_args.accept_extra_args
@@ -95,7 +101,10 @@ class Objective:
 def _check_dependence(
   loss: LossWithAux,
 ) -> LossWithAux:
-  """Returns `loss` with a check: under ``jax.grad``, it raises ValueError if it ignores params."""
+  """Returns `loss` with a check that it depends on the params.
+
+  If it does not, the returned function raises ValueError under ``jax.grad``.
+  """
 
   def checked(params: optax.Params) -> tuple[_types.FloatScalar, Any]:
     value, aux = loss(params)

@@ -1,7 +1,9 @@
-"""Restores statistics if a wrapper leaves a batch out: skips the step or drops the micro-batch.
+"""Restores statistics if a wrapper leaves a batch out.
 
-The wrapper keeps the params and the optimizer's state. But before the wrapper decides, the forward
-pass has already changed statistics, counts of random numbers and, in some layers, params.
+A wrapper leaves a batch out if it skips the step or drops the micro-batch. The wrapper itself keeps
+the params and the optimizer's state unchanged. But before the wrapper decides, the forward pass has
+already changed statistics, counts of random numbers and, in some layers, params.
+:func:`keep_if_rejected` restores these.
 """
 
 import jax
@@ -14,8 +16,9 @@ from optax_boost._foundation import _paths, _trees, _types
 def skip_metrics(rejected: _types.BoolScalar | None, loss: _types.FloatScalar) -> _types.Metrics:
   """Returns the metrics ``skipped/loss`` and ``skipped/gradients``, which are 0 or 1.
 
-  If the batch was left out, ``skipped/loss`` is 1 if the loss is not finite; otherwise
-  ``skipped/gradients`` is 1. If `rejected` is None, no wrapper can leave batches out: no metrics.
+  `rejected` says whether a wrapper left the batch out. If so, one metric is 1: ``skipped/loss`` if
+  the loss is not finite, otherwise ``skipped/gradients``. If no wrapper can leave batches out,
+  `rejected` is None, and an empty dict is returned.
   """
   if rejected is None:
     return {}
@@ -29,10 +32,11 @@ def skip_metrics(rejected: _types.BoolScalar | None, loss: _types.FloatScalar) -
 def keep_if_rejected(
   rejected: _types.BoolScalar | None, before: _types.Tree, after: _types.SameTree
 ) -> _types.SameTree:
-  """Returns the tree `after` a step. If the batch was left out, it has the leaves of `before`.
+  """Returns a tree after a step; its leaves have their old values if the batch was left out.
 
-  Leaves are matched by path, since a loss may return other containers. Leaves that are new, or have
-  a new shape, stay.
+  `before` and `after` are the tree before and after the step. `rejected` says whether the batch was
+  left out, and is None if no wrapper can leave batches out. Leaves are matched by path, since a
+  loss may return other containers. A leaf that is new, or has a new shape, is never replaced.
   """
   if rejected is None:
     return after

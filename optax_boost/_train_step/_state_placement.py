@@ -14,10 +14,10 @@ from optax_boost._train_step import _train_state
 def canonicalize_state(state: _train_state.TrainState) -> _train_state.TrainState:
   """Returns a state with the types and placement of a state that a step returns.
 
-  Otherwise the second step would compile again. Weak types are removed. If the params are on a
-  mesh, arrays that are on no mesh are replicated over it; otherwise all arrays move to the device
-  to which an array of the state is committed. An array that occurs twice is copied, since an array
-  can't be donated twice.
+  So the second step needs no new compilation. Weak types are removed. If the params are on a mesh,
+  arrays that are on no mesh are replicated over the params' mesh. If the params are on no mesh, and
+  an array of the state is committed to devices, all arrays move to these devices. An array that
+  occurs twice in the state is copied, since an array can't be donated twice.
   """
   leaves = [_train_state.drop_weak_type(leaf) for leaf in jax.tree.leaves(state)]
   shardings = map(_sharding, jax.tree.leaves(state.params))
@@ -45,14 +45,18 @@ def canonicalize_state(state: _train_state.TrainState) -> _train_state.TrainStat
 def place_abstract(
   state: _train_state.TrainState, params: optax.Params, model_state: _types.ModelState
 ) -> _train_state.TrainState:
-  """Adds to an abstract state the shardings that :func:`canonicalize_state` would give it."""
+  """Adds to an abstract state the shardings that :func:`canonicalize_state` would give it.
+
+  `params` and `model_state` are the initial trees from which `state` was made; their shardings are
+  used. An array of the optimizer state gets the sharding of the param with the same path and shape.
+  """
   sharding_of_param: dict[str, tuple[tuple[int, ...] | None, jax.sharding.Sharding | None]] = {
     path: (leaf.shape, _sharding(leaf))
     for path, leaf in zip(_paths.leaf_paths(params), jax.tree.leaves(params), strict=True)
   }
   shardings = [sharding for _, sharding in sharding_of_param.values() if sharding is not None]
   meshes = [sharding.mesh for sharding in shardings if hasattr(sharding, "mesh")]
-  # For arrays that have the path and shape of no param.
+  # The sharding of all arrays that match no param by path and shape.
   replicated: Any = next(iter(shardings), None)
   if meshes:
     replicated = jax.sharding.NamedSharding(meshes[0], jax.sharding.PartitionSpec())
@@ -94,7 +98,11 @@ def _is_committed(leaf: _types.Unchecked) -> bool:
 
 
 def commit_like(state: _train_state.TrainState, arguments: _types.Tree) -> _train_state.TrainState:
-  """Moves an uncommitted state to a committed argument's devices, since the step will run there."""
+  """Returns the state of a step, moved to the devices on which the step will run.
+
+  A step runs on the devices to which one of its `arguments` is committed. The state is returned
+  unchanged if it is committed already, if it is on a mesh, or if no argument is committed.
+  """
   # The function runs at every step, so the cheapest test comes first.
   if _is_committed(state.step):
     return state
@@ -103,7 +111,7 @@ def commit_like(state: _train_state.TrainState, arguments: _types.Tree) -> _trai
   for leaf in filter(_is_committed, jax.tree.leaves(arguments)):
     if isinstance(leaf.sharding, jax.sharding.SingleDeviceSharding):
       return jax.tree.map(functools.partial(_put_in_memory, sharding=leaf.sharding), state)
-    # Not on a mesh with Explicit axes, since these would change the types of the state's arrays.
+    # A mesh with Explicit axes is not used, since it would change the types of the state's arrays.
     if isinstance(leaf.sharding, jax.sharding.NamedSharding) and _placement.has_auto_axes_only(
       leaf.sharding.mesh
     ):
@@ -113,7 +121,7 @@ def commit_like(state: _train_state.TrainState, arguments: _types.Tree) -> _trai
 
 
 def _put_in_memory(leaf: jax.Array, sharding: jax.sharding.Sharding) -> jax.Array:
-  """Moves a leaf to a sharding in its old kind of memory, since the leaf may be in host memory."""
+  """Returns an array, moved to a sharding; an array in host memory stays in host memory."""
   memory_kind = getattr(_sharding(leaf), "memory_kind", None)
   if memory_kind:
     sharding = sharding.with_memory_kind(memory_kind)
@@ -121,7 +129,11 @@ def _put_in_memory(leaf: jax.Array, sharding: jax.sharding.Sharding) -> jax.Arra
 
 
 def placement(state: _train_state.TrainState) -> tuple[jax.sharding.NamedSharding | None, ...]:
-  """Returns each array's sharding, or None if a step can't change it. Returns () on one device."""
+  """Returns the shardings to which a step must constrain the arrays of its new state.
+
+  An array has None if its sharding needs no constraint. Returns () unless the params are on a mesh
+  of several devices.
+  """
   first = _first_sharding(state)
   if not isinstance(first, jax.sharding.NamedSharding) or first.mesh.size == 1:
     return ()
@@ -129,7 +141,10 @@ def placement(state: _train_state.TrainState) -> tuple[jax.sharding.NamedShardin
 
 
 def _on_mesh(leaf: jax.Array) -> jax.sharding.NamedSharding | None:
-  """Returns an array's sharding over a mesh, or None if a step can't change the sharding."""
+  """Returns the sharding to which a step must constrain an array, or None.
+
+  None means that the array is on no mesh, or that its sharding is not to be constrained.
+  """
   sharding = _sharding(leaf)
   if not isinstance(sharding, jax.sharding.NamedSharding):
     return None
@@ -139,9 +154,10 @@ def _on_mesh(leaf: jax.Array) -> jax.sharding.NamedSharding | None:
 
 @functools.cache
 def _constraint(sharding: jax.sharding.NamedSharding) -> jax.sharding.NamedSharding | None:
-  """Returns the sharding, or None if the compiler can't change it.
+  """Returns a sharding as a constraint, or None if the compiler always keeps this sharding.
 
-  None at the end of the ``PartitionSpec`` is removed, as in the shardings that a program returns.
+  None entries at the end of the ``PartitionSpec`` are removed, since compiled programs return their
+  shardings without such entries.
   """
   mesh, spec = sharding.mesh, list(sharding.spec)
   # Explicit axes and host memory are part of an array's type, so the compiler keeps them.
@@ -158,7 +174,11 @@ def keep_placement(
   before: _train_state.TrainState,
   shardings: tuple[jax.sharding.NamedSharding | None, ...],
 ) -> _train_state.TrainState:
-  """Constrains a step's new state to the shardings that :func:`placement` returned before it."""
+  """Returns a step's new state, with its arrays constrained to `shardings`.
+
+  `before` is the state before the step, and `shardings` is what :func:`placement` returned for
+  `before`. If the two states differ in structure, the new state is returned unchanged.
+  """
   structure: _types.TreeDef = jax.tree.structure(state)
   if not shardings or structure != jax.tree.structure(before):
     return state

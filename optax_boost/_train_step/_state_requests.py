@@ -35,7 +35,7 @@ class ScaleRequest:
     return loss.astype(jnp.float32) * self.scale
 
   def unscale_unseen(self, gradients: optax.Updates) -> optax.Updates:
-    """Divides the gradients of leaves that are not `seen` by the scale."""
+    """Returns the gradients; divides a leaf's gradient by the scale if its `seen` is False."""
 
     def unscale(g: jax.Array, seen: bool) -> jax.Array:
       return g if seen else (_arrays.widen(g) / self.scale).astype(g.dtype)
@@ -111,7 +111,12 @@ def freeze_request(
 def _group_numbers(
   tx: optax.GradientTransformation, state: optax.OptState, params: optax.Params
 ) -> list[_layer_groups.GroupNumber]:
-  """Returns the group of each leaf, which the :class:`Form` of the freezing wrapper describes."""
+  """Returns the group number of each leaf of `params`, as in :class:`FreezeRequest`.
+
+  `state` is the state of the freezing wrapper. The wrapper is found in `tx`, and its :class:`Form`
+  says which leaf belongs to which group. Raises ValueError unless `tx` has exactly one such
+  wrapper.
+  """
   forms = _compositions.forms(tx)
   assignments = [form.frozen_groups for form in forms if form.frozen_groups is not None]
   if len(assignments) != 1:

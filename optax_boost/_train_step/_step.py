@@ -29,7 +29,7 @@ class TrainStep:
     self.computation = computation
     donated = (0,) if donate else ()
     self._step = jax.jit(computation.step, donate_argnums=donated, static_argnums=(4, 5))
-    # By the tree structure of the optimizer state.
+    # The key is the tree structure of the optimizer state.
     self._depths: dict[_types.TreeDef, _frozen_depth.DepthReader] = {}
 
   def init(
@@ -215,7 +215,8 @@ def _check_variables(params: _types.Unchecked) -> None:
 
 def _check_call(state: _types.Unchecked, rng: _types.Unchecked) -> None:
   _train_state.check_train_state(state)
-  # `StepComputation.step` checks a key that is an array, so only while the step is traced.
+  # An array is checked in `StepComputation.step`. That check runs only while the step is traced, so
+  # it takes no time in later calls.
   if rng is not None and not isinstance(rng, jax.Array):
     _checks.check_key("rng", rng)
 
@@ -327,9 +328,10 @@ def make_train_step(
 def _bound_arrays(
   function: _types.Closure | None,
 ) -> tuple[_types.Closure | None, dict[str, _types.Tree]]:
-  """Returns a ``functools.partial`` without the arrays that it binds by name, and these arrays.
+  """Separates a ``functools.partial`` from the arrays that it binds by name; returns both.
 
-  If the arrays stayed in the partial, they would be constants of the compiled step.
+  The step takes the arrays as arguments. In the partial, they would be constants of the compiled
+  step. A `function` that is no partial is returned with an empty dict.
   """
   if not isinstance(function, functools.partial):
     return function, {}

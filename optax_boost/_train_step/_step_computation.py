@@ -58,8 +58,8 @@ _UNUSED_WEIGHT = (
 )
 
 
-# `eq=False`: `jax.jit` caches programs by the bound method `step`, and equal objects would share
-# programs.
+# `eq=False` compares and hashes objects by identity, since some fields, such as `data`, can't be
+# hashed.
 @dataclasses.dataclass(frozen=True, eq=False)
 class StepComputation:
   """The computation of a train step; its fields are the arguments of :func:`make_train_step`.
@@ -174,7 +174,7 @@ class StepComputation:
     metrics = {"loss": value, **_protocol.read_metrics(opt_state)}
     metrics |= _rejected_batch.skip_metrics(rejected, value)
     if freezing is not None:
-      # From the old state, since the new optimizer state holds the number for the next step.
+      # `freezing` was read from the old state. The new state holds the number for the next step.
       metrics["frozen_groups"] = freezing.num_frozen()
     if self.has_aux:
       metrics["aux"] = aux

@@ -52,14 +52,17 @@ class TracedLoss:
     )
 
   def statistics_axes(self) -> dict[int, int]:
-    """Returns the axis along which a scan over layers slices the model state, by leaf index."""
+    """Returns along which axis a scan over layers slices each leaf of the model state.
+
+    The dict maps the index of a leaf to the axis. Leaves that no scan slices are not in the dict.
+    """
     model_state, *_ = self._arguments
     first = len(jax.tree.leaves(self._params))
     end = first + len(jax.tree.leaves(model_state))
     return _leaf_uses.scanned_axes(self.program, range(first, end))
 
   def _trace(self, params: optax.Params) -> tuple[_types.Jaxpr, _types.TreeDef]:
-    """Returns the program for params of these types, and the tree structure of its output."""
+    """Returns the program for params of the same types as `params`, and its output's structure."""
     types = jax.tree.map(jax.typeof, params)
     signature = (jax.tree.structure(types), *jax.tree.leaves(types))
     if signature not in self._programs:

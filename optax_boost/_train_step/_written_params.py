@@ -1,4 +1,7 @@
-"""Params that a forward pass changes (as with ``nnx.WeightNorm``), and to which a step adds."""
+"""Finds the params that a forward pass changes, as with ``nnx.WeightNorm``.
+
+The step adds its update to the changed params.
+"""
 
 from collections.abc import Sequence
 import functools
@@ -11,12 +14,13 @@ from optax_boost._foundation import _trees, _types
 from optax_boost._trace import _jaxpr
 from optax_boost._train_step import _traced_loss
 
-# In place of an input's index: the value is not a copy of an input.
+# Stands for a value that is not a copy of an input. Other values are represented by the index of
+# the input that they copy.
 _NO_COPY = -1
 
 
 class WrittenParams(NamedTuple):
-  """The statistics after a forward pass, and the params, some of which it has changed."""
+  """The model state and the params after a forward pass that replaced some of the params."""
 
   model_state: _types.ModelState
   params: optax.Params
@@ -25,7 +29,11 @@ class WrittenParams(NamedTuple):
 def with_written_params(
   model_state: _types.ModelState, before: optax.Params, after: optax.Params
 ) -> _types.ModelState | WrittenParams:
-  """Returns `model_state`, in a :class:`WrittenParams` if the forward pass replaced params."""
+  """Returns the model state of a forward pass, with the params if the pass replaced any.
+
+  `before` and `after` are the params before and after the forward pass. If an array was replaced,
+  returns a :class:`WrittenParams` of `model_state` and `after`; otherwise `model_state` itself.
+  """
   pairs = zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)
   replaced = any(old is not new for old, new in pairs)
   return WrittenParams(model_state, after) if replaced else model_state
@@ -34,7 +42,11 @@ def with_written_params(
 def take_written_params(
   params: optax.Params, model_state: _types.ModelState, traced: _traced_loss.TracedLoss
 ) -> tuple[optax.Params, _types.ModelState]:
-  """Returns the params and the statistics after a forward pass, whose result is `model_state`."""
+  """Returns the params to which a step adds its update, and the model state.
+
+  `params` are the params before the forward pass. `model_state` is what :func:`with_written_params`
+  returned in the forward pass. `traced` is the loss as a jaxpr, which shows which params changed.
+  """
   if not isinstance(model_state, WrittenParams):
     return params, model_state
   program = traced.program
@@ -58,7 +70,11 @@ def take_written_params(
 def copied_inputs(
   program: _types.Jaxpr, count: int | None = None, outputs: slice = slice(None)
 ) -> list[bool]:
-  """Returns whether the i-th of `outputs` is a copy of input i, for i below `count` (None: all)."""
+  """Returns, for each output of a program, whether it copies the input with the same index.
+
+  Only the outputs in the slice `outputs` are considered, and their indices count from the start of
+  the slice. Only the first `count` inputs are considered (None: all).
+  """
   inputs = len(program.jaxpr.invars)
   count = inputs if count is None else count
   origins = _CopyFinder().run(program, [*range(count), *[_NO_COPY] * (inputs - count)])

@@ -160,7 +160,12 @@ class _BatchSummary:
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
   ) -> jax.Array:
-    """Returns a BatchNorm's output; if it is chosen, averages its statistics over its uses."""
+    """Calls a BatchNorm and returns its output.
+
+    `call` is the call that Linen intercepted, with `args` and `kwargs`. If the statistics of the
+    BatchNorm are to be estimated, the batch statistics of this call enter the mean over all calls
+    of the BatchNorm in the forward pass.
+    """
     x, (flag,) = args[:1], args[1:] or (kwargs.get("use_running_average"),)
     frozen = norm.use_running_average if flag is None else flag
     is_chosen = norm.has_variable(_COLLECTION, "uses")
@@ -174,7 +179,8 @@ class _BatchSummary:
     before: dict[str, Any] = {name: norm.get_variable(_COLLECTION, name) for name in names}
     if by_batch:
       for name in _batch_stats.STATISTICS:
-        # With momentum 0, a call stores 0 * running + batch, and 0 * NaN would be NaN.
+        # With momentum 0, a call stores 0 * running + batch. The running statistics are set to
+        # zero, since 0 * NaN would be NaN.
         norm.put_variable(_COLLECTION, name, jnp.zeros_like(before[name]))
     # `vars`, since a Linen module refuses assignment.
     vars(norm).update(settings)

@@ -35,7 +35,8 @@ class BoundModel:
     self._rngs = rngs
     self._calls = 0
     self.collections = dict(collections)
-    # The lengths of tuples that no call has extended so far, by path.
+    # The length of each tuple in `collections`, by path. Once a call has extended a tuple, the
+    # tuple's entry is deleted.
     self._lengths = {
       path: len(value)
       for path, value in jax.tree.leaves_with_path(self.collections, is_leaf=_is_tuple)
@@ -61,7 +62,11 @@ class BoundModel:
     return output
 
   def _drop_sown_before(self, path: _types.KeyPath, value: Any) -> Any:
-    """Returns `value`; if it is a tuple that ``sow`` extended, without values of earlier steps."""
+    """Returns an entry of the collections, without values that ``sow`` stored in earlier steps.
+
+    `value` is the entry at `path` after a call. A tuple that this call has extended loses the
+    values from before the call; any other `value` is returned unchanged.
+    """
     # Only `sow` extends tuples. An RNN's carry, for example, keeps its length.
     length = self._lengths.get(path)
     if length is None or not _is_tuple(value) or len(value) <= length:

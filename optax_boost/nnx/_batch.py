@@ -17,7 +17,11 @@ _NNX_OBJECT = (nnx.Variable, nnx.Pytree if hasattr(nnx, "Pytree") else nnx.Objec
 
 
 class KeyedBatch(NamedTuple):
-  """A batch of a step with a user's key. The key must not move the model's own rng streams."""
+  """Marks the batch of a step that is called with a key.
+
+  The loss passes this key only to the user's `loss_fn`. With other batches, a key of the loss also
+  advances the model's own rng streams.
+  """
 
   batch: _types.Batch
 
@@ -117,7 +121,10 @@ def on_user_batch(function: _types.WeightFn | None) -> _types.WeightFn | None:
 
 
 def call_read_only(function: Callable[[_types.Batch], Any], closed: ClosedBatch) -> Any:
-  """Returns ``function(batch)``; raises ValueError if `function` changes an NNX object in it."""
+  """Opens the closed batch and returns ``function(batch)``.
+
+  Raises ValueError if `function` changes an NNX object in the batch.
+  """
 
   def call(constants: _batches.Constants) -> tuple[Any, tuple[Any, ...], list[Any]]:
     batch, objects = dataclasses.replace(closed, constants=constants).open()

@@ -14,7 +14,9 @@ from optax_boost.nnx import _model, _normalized_dense
 class RemovedBatchNorm(nnx.Module):
   """Replaces a removed BatchNorm; returns its input in the BatchNorm's dtype.
 
-  While the model is traced, `traced_path` is the BatchNorm's path, which marks the output.
+  `traced_path` is None, except in the copy of the model that :func:`less_bn` traces. There, the
+  output is marked with `traced_path`, the path of the BatchNorm, so that the trace shows where the
+  BatchNorm is.
   """
 
   dtype: _types.Dtype | None
@@ -94,7 +96,7 @@ def less_bn(
 
 
 def _remove(norm: Any, traced_path: str | None = None) -> None:
-  """Turns a BatchNorm into a :class:`RemovedBatchNorm` in place."""
+  """Turns a BatchNorm into a :class:`RemovedBatchNorm` with this `traced_path`, in place."""
   norm.__class__ = RemovedBatchNorm
   norm.traced_path = traced_path
   for name, value in list(vars(norm).items()):

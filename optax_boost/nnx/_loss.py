@@ -10,8 +10,9 @@ from optax_boost._foundation import _checks, _paths, _tree_checks, _types
 from optax_boost._trace import _layer_axes, _losses
 from optax_boost.nnx import _batch, _model
 
-# The seed of the key of a pass over all data. The dropout masks of two passes still differ: the key
-# is added to the counts of the model's rng streams, and these counts have changed between passes.
+# The seed of the key for a pass over all data, if the user gives no key. Each pass adds this key to
+# the counts of the model's rng streams. The steps between two passes change the counts, so the
+# passes have different dropout masks.
 PASS_SEED = 0
 
 
@@ -73,9 +74,12 @@ def pure_loss(
 ) -> _types.LossFn:
   """Turns ``loss_fn(model, batch[, rng])`` into a pure loss that also returns the model state.
 
-  With `may_change`, the forward pass may change the model's structure, and the model state then
-  holds the new structure for :func:`_model.write`. Otherwise new and removed variables are refused,
-  and new attributes are dropped. If `has_key`, `loss_fn` gets the key of the pure loss.
+  `graphdef` is the model's structure, and `wrt` is the filter of the trained variables. If
+  `has_key`, the pure loss passes its key to `loss_fn`.
+
+  If `may_change`, the forward pass may change the model's structure; the returned model state then
+  holds the new structure, which :func:`_model.write` gives to the model. If not `may_change`, new
+  and removed variables raise ValueError, and new attributes are dropped.
   """
 
   # `race` passes a key only to losses with a parameter called `rng` or `key`. This loss has none,
@@ -86,8 +90,8 @@ def pure_loss(
     moves_streams = bool(keys) and not isinstance(batch, _batch.KeyedBatch)
     batch = _batch.close(batch.batch if isinstance(batch, _batch.KeyedBatch) else batch)
 
-    # Each call makes a new model, and its forward pass changes (statistics, rng counts) only that
-    # model. So a trial point of a line search changes nothing.
+    # Each call makes a new model. The forward pass changes statistics and rng counts of this model
+    # only, so a trial point of a line search has no lasting effect.
     def forward(batch: _types.Batch) -> Any:
       def call(roots: _model.Roots) -> Any:
         if moves_streams:

@@ -24,13 +24,16 @@ _Module = TypeVar("_Module", bound=nnx.Module)
 # A filter of variables, as ``nnx.state`` takes it.
 Filter: TypeAlias = Any
 Roots: TypeAlias = tuple[Any, ...]
-# For each root, by its name in `_ROOT_NAMES`, the arrays that are not trained.
+# The arrays that are not trained: a dict from the name of a root, as in `_ROOT_NAMES`, to the
+# root's arrays.
 Collections: TypeAlias = dict[str, Any]
 
-# The model's name is "batch_stats", since `hold_frozen_statistics` drops this name from paths.
+# The first root, the model, is called "batch_stats", since `hold_frozen_statistics` removes this
+# name from paths. So the paths of statistics begin like those of params.
 _ROOT_NAMES = ("batch_stats", "rngs")
 # The key in the collections under which `with_structure` stores a changed structure of the model.
-# The structure is a pytree without leaves, so each compiled program returns its own.
+# The structure is a pytree without leaves, so `jax.jit` returns it as it was when the program was
+# traced.
 _STRUCTURE = "structure"
 # The name of the Flax contexts that match the objects before and after a forward pass.
 _FORWARD_CONTEXT = "optax_boost"
@@ -70,7 +73,11 @@ def call(
   params: _types.Params,
   collections: Collections,
 ) -> tuple[Any, nnx.GraphDef, _types.Params, Collections]:
-  """Calls ``function(roots)`` with new roots; returns its output, then the roots' :func:`split`."""
+  """Calls ``function(roots)`` with new roots, which are merged from the other arguments.
+
+  Returns the output of `function`, and then the roots after the call, as :func:`split` returns
+  them.
+  """
   with nnx.update_context(_FORWARD_CONTEXT):
     with nnx.merge_context(_FORWARD_CONTEXT, inner=True) as context:
       roots = context.merge(graphdef, *_states(params, collections))
@@ -82,13 +89,20 @@ def call(
 def with_structure(
   collections: Collections, before: nnx.GraphDef, after: nnx.GraphDef
 ) -> Collections:
-  """Returns the collections, with the structure `after` a forward pass if it is not `before`."""
+  """Returns the collections; adds the new structure if a forward pass changed the structure.
+
+  `before` and `after` are the ``GraphDef`` of the roots before and after the pass.
+  """
   is_changed = after.with_no_outer_index() != before
   return {**collections, _STRUCTURE: after} if is_changed else collections
 
 
 def write(params: _types.Params, collections: Collections, *roots: Any) -> None:
-  """Writes arrays into the roots in place, and a structure that :func:`with_structure` stored."""
+  """Writes arrays into the roots in place.
+
+  If :func:`with_structure` has stored a new structure in `collections`, the roots also get this
+  structure.
+  """
   if _STRUCTURE not in collections:
     nnx.update(roots, *_states(params, collections))
     return
@@ -109,7 +123,10 @@ def _states(params: _types.Params, collections: Collections) -> tuple[nnx.State,
 
 
 def _as_dict(tree: _types.Tree) -> _types.Tree:
-  """Returns the dict in an ``nnx.State``, since Flax before 0.12 takes no state inside a state."""
+  """Returns the dict that an ``nnx.State`` holds; returns other trees unchanged.
+
+  The result is put into an ``nnx.State``, which can't hold another state in Flax before 0.12.
+  """
   return tree.raw_mapping if isinstance(tree, nnx.State) else tree
 
 

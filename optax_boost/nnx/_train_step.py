@@ -135,14 +135,18 @@ class TrainStep:
   def _prepare(
     self, model: _model.Model, optimizer: nnx.Optimizer, batch: _types.Batch, rng: Rng | None
   ) -> tuple[_Rngs, tuple[Any, ...], int]:
-    """Checks an optimizer at its first call, and gives its state the dtypes that a step returns.
+    """Returns the arguments of a step, made from the arguments of a call.
 
-    Returns the rngs, the arguments of :meth:`_step` after `arrays`, and for how many steps the
+    These are the rngs, the arguments of :meth:`_step` after `arrays`, and for how many steps the
     number of frozen groups can't change.
+
+    Before the first step with an optimizer, or with a new ``optimizer.tx``, checks the arguments,
+    and gives the arrays of model and optimizer the types and placement that a step returns.
     """
     rngs, key = _split_rng(rng)
     is_new = not isinstance(optimizer, nnx.Optimizer) or optimizer not in self._trainings
-    # `!=` instead of `is not`, since Flax 0.11 makes a new tuple `tx` in each call.
+    # Tuples are compared by `!=`, since Flax 0.11 replaces `optimizer.tx` by an equal new tuple in
+    # each call of the step.
     if is_new or self._trainings[optimizer].tx != optimizer.tx:
       state = self._checked_state(model, optimizer, rng)[1]
       if not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(state)):
@@ -170,7 +174,8 @@ class TrainStep:
     with nnx.merge_context(_STEP_CONTEXT, inner=True) as context:
       model, optimizer, rngs = context.unflatten(graphdef, arrays)
     computation, state = self._split(model, optimizer, rngs, key)
-    # If the model's structure has changed since its first call, the shardings don't fit.
+    # If the model's structure has changed since `placement` was computed, the shardings don't fit
+    # the arrays of the state.
     if len(placement) != len(jax.tree.leaves(state)):
       placement = ()
     if key is not None:
@@ -187,7 +192,10 @@ class TrainStep:
   def _split(
     self, model: _model.Model, optimizer: nnx.Optimizer, rngs: _Rngs, key: jax.Array | None
   ) -> tuple[_train_step.StepComputation, _train_step.TrainState]:
-    """Returns the step as a computation on arrays, and a train state with the arrays."""
+    """Returns the computation of a step, and a train state with the arrays of a call.
+
+    The loss takes a key unless `key` is None.
+    """
     graphdef, params, model_state = _model.split(optimizer.wrt, model, *rngs)
     loss_fn = _loss.pure_loss(
       self._computation.loss_fn, graphdef, optimizer.wrt, has_key=key is not None
@@ -263,9 +271,10 @@ def _split_rng(rng: Any) -> tuple[_Rngs, jax.Array | None]:
 
 
 def _with_keywords_of(core: Callable[..., Any], *without: str) -> Callable[[_Function], _Function]:
-  """Returns a decorator that replaces ``**options`` in a signature by the keywords of `core`.
+  """Returns a decorator that changes the signature that ``help`` shows of a function.
 
-  The signature lacks the keywords in `without`, and ``*args``, which the function always refuses.
+  The signature gets the keyword-only arguments of `core`, except those named in `without`, instead
+  of ``**options``. It also loses ``*args``, which the function takes only to raise a clear error.
   """
 
   def decorate(function: _Function) -> _Function:
@@ -361,7 +370,7 @@ def make_train_step(loss_fn: _types.LossFn, *_optimizers: Any, **options: Any) -
     )
   if callable(weight := options.get("weight")):
     options["weight"] = _batch.on_user_batch(weight)
-  # Each call of the step replaces `optax.identity()` by its optimizer's transformation.
+  # `optax.identity()` is a placeholder, which each call of the step replaces by `optimizer.tx`.
   step = _train_step.make_train_step(loss_fn, optax.identity(), **options)
   computation = dataclasses.replace(step.computation, has_model_state=True)
   return TrainStep(computation, options.get("donate", True))
