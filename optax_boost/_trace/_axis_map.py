@@ -16,7 +16,10 @@ NO_AXIS = -1
 
 
 class SubAxis(NamedTuple):
-  """A part of a leaf's axis; with axis `NO_AXIS`, of a dimension along which no axis runs."""
+  """One factor of a dimension's size: a part of axis `axis` of a leaf.
+
+  `axis` is `NO_AXIS` if no axis of the leaf runs along this part of the dimension.
+  """
 
   axis: int
   size: int
@@ -35,7 +38,8 @@ class AxisMap(NamedTuple):
     sliced: the axes along which a scan, or an index in the program, took one slice of the leaf.
     gathered: the axes along which data chose one slice of the leaf.
     contracted: the axes that a product with other params, or with constants, has summed over.
-    has_inputs: whether the leaf was the kernel in such a product; then `contracted` is its fan-in.
+    has_inputs: whether the leaf was the kernel in such a product. If so, `contracted` is the fan-in
+      of the leaf.
   """
 
   leaf: int
@@ -66,9 +70,10 @@ class AxisMap(NamedTuple):
     return self._replace(sliced=self.sliced | axes)
 
   def resize(self, shape: Sequence[int], by_data: bool) -> "AxisMap | None":
-    """Returns the map after slicing or padding to a shape; None if the shape has another rank.
+    """Returns the map after slicing or padding to `shape`, or None if `shape` has another rank.
 
-    A dimension whose size changes counts as sliced if one entry is left, or if data chose entries.
+    The axes along a dimension whose size changes enter `gathered` if data chose the entries
+    (`by_data`). Otherwise, they enter `sliced` if one entry is left. A scalar may get any shape.
     """
     if not self.dims:
       return self._replace(dims=tuple(map(no_axis, shape)))
@@ -85,7 +90,10 @@ class AxisMap(NamedTuple):
     return self.slice_along(chosen, by_data)._replace(dims=tuple(dims))
 
   def reshape(self, order: Sequence[int], shape: Sequence[int]) -> "AxisMap | None":
-    """Returns the map after a transpose to `order` and a reshape; None if a split is uneven."""
+    """Returns the map after a transpose by the permutation `order` and a reshape to `shape`.
+
+    Returns None if the sizes don't divide evenly, as in a reshape from [6, 4] to [4, 6].
+    """
     dims = _split_and_merge([part for i in order for part in self.dims[i]], shape)
     return None if dims is None else self._replace(dims=dims)
 
@@ -110,7 +118,11 @@ def size_of(dim: Dimension) -> int:
 
 
 def _split_and_merge(parts: list[SubAxis], shape: Sequence[int]) -> tuple[Dimension, ...] | None:
-  """Splits and merges sub-axes, in order, into a shape's dimensions; None if a split is uneven."""
+  """Splits and merges the sub-axes `parts`, in order; returns the dimensions of `shape`.
+
+  Returns None if a size is 0, or if the sizes don't divide evenly, as for sub-axes of sizes 6 and 4
+  in shape [4, 6].
+  """
   if 0 in shape:
     return None
   remaining = parts[::-1]

@@ -1,7 +1,8 @@
 """Divides a model into blocks, of which ``_layer_groups`` makes groups of layers.
 
-A *block* is a module that the model repeats, a step of a scan over layers, or the leaves that the
-loss uses before or after all of these. Blocks in a row are a *series* (``_series``).
+A *block* is a module that the model repeats, a step of a scan over layers, or, in a model without
+these, a layer. Repeated modules in a row, or the steps of a scan, are a *series* (``_series``). The
+leaves that the loss uses before a series are a further block, and so are the leaves after it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,8 +23,8 @@ class Blocks(NamedTuple):
   """The blocks of a model.
 
   Attributes:
-    by_leaf: for each leaf that the loss uses, a list with the number of its block, or, if a scan
-      slices the leaf, the number of each layer's block.
+    by_leaf: for each leaf that the loss uses, the numbers of its blocks: one number for each layer
+      if a scan slices the leaf, else a single number.
     origin: a line for ``print``, which tells what the blocks are, and how to choose other blocks.
   """
 
@@ -33,10 +34,12 @@ class Blocks(NamedTuple):
 
 
 def blocks_by_default(model: _traced_leaves.Model, num_groups: int | None = None) -> Blocks:
-  """Returns the blocks of the only outermost series, or else of a plain chain of layers.
+  """Returns the blocks of the model's only series, or else of a plain chain of layers.
 
-  Without either, parallel layers share a block if `num_groups` blocks or more remain; else modules
-  of one kernel each may be a series. Raises :class:`Unclear` if there is not exactly one series.
+  A series inside of another doesn't count. In a model without a series and without a chain, layers
+  that are parallel share a block, if this makes at least `num_groups` blocks. Otherwise, or if
+  `num_groups` is None, modules with one kernel each may be a series, too. Raises :class:`Unclear`
+  if the model has several series, or if none of these cases applies.
   """
   every, outermost = _series.find_series(model)
   if not outermost:
@@ -108,7 +111,7 @@ def _describe(series: _series.Series) -> str:
 
 
 def _ask_which_series(model: _traced_leaves.Model, outermost: list[_series.Series]) -> str:
-  """Returns the message for a model with several series; it has a value of `blocks` per choice."""
+  """Returns the message for a model with several series; it proposes values of `blocks`."""
   patterns = [series.pattern for series in outermost]
   beside = ", ".join(map(_series.quoted, patterns))
   chain = "|".join(patterns)
@@ -149,9 +152,11 @@ def _ask_for_blocks(model: _traced_leaves.Model) -> str:
 
 
 def _place(model: _traced_leaves.Model, towers: Sequence[_series.Series], origin: str) -> Blocks:
-  """Returns the blocks of parallel series; the last blocks of all series have the same number.
+  """Returns the blocks of the parallel series `towers`, and of the leaves outside of these series.
 
-  A *place* is a block's number before the numbers that no leaf has are removed.
+  The last blocks of all series get the same number. Each block first gets a *place*, a preliminary
+  number. In the end, the places that leaves have are numbered from 0, without gaps. `origin` is the
+  line for ``print``.
   """
   depth = max(tower.length for tower in towers)
   places: dict[int, list[int]] = {}
@@ -177,12 +182,17 @@ def _place_beside(
   leaf: int,
   after_all: int,
 ) -> int:
-  """Returns the place of a leaf that is in no series: -1 (before all blocks) to `after_all`.
+  """Returns the place (see `_place`) of a leaf that is in no series.
 
-  A leaf that all steps of a scan use is placed at the first step, a leaf from which no block gets
-  data at `after_all`, and a leaf that gets data from blocks at the last of these blocks. Any other
-  leaf is placed at the first block that gets data from the leaf; or, if the loss uses the leaf
-  before this block and the block begins a series, one place before the block.
+  `parts` are the rows that `_place` makes. The blocks of series have places from 0 on, which are
+  less than `after_all`. The first case that applies decides:
+
+  1. All steps of a scan use the leaf: the place of the first step.
+  2. No block gets data from the leaf: `after_all`.
+  3. The leaf gets data from blocks: the place of the last of these blocks.
+  4. The first block that gets data from the leaf begins a series, and the loss uses the leaf before
+     this block: one place before the block, which is -1 for a block at place 0.
+  5. Otherwise: the place of the first block that gets data from the leaf.
   """
   upstream = model.flow.upstream[leaf]
   before = [(place, part) for place, part, _ in parts if not upstream.isdisjoint(part.leaves)]
@@ -201,7 +211,11 @@ def _place_beside(
 
 
 def _shared(model: _traced_leaves.Model, scan: _leaf_uses.LayerScan) -> set[int]:
-  """Returns the leaves that all steps of a scan use: constants, and unsliced leaves used inside."""
+  """Returns the leaves that all steps of a scan use.
+
+  These are the leaves among the scan's constants. Further leaves count if the loss first uses them
+  between first uses of leaves that the scan slices, and if no scan slices them.
+  """
   order = list(model.order)
   positions = [model.order[i] for i in scan.axis_of if i in model.order]
   between = order[min(positions) : max(positions)] if positions else []
@@ -242,14 +256,21 @@ def _find_layers(model: _traced_leaves.Model) -> list[_traced_leaves.Part]:
 
 
 def _recur(model: _traced_leaves.Model, first: int, second: int) -> bool:
-  """Returns whether two leaves are in one recurrent loop, or each is upstream of both leaves."""
+  """Returns whether two leaves belong to one recurrence.
+
+  They do if every iteration of one recurrent loop uses both leaves, or if data that was computed
+  with either leaf flows back into both leaves.
+  """
   ever = model.flow.ever_upstream
   pair = {first, second}
   return pair <= ever[first] & ever[second] or any(pair <= loop for loop in model.flow.recurrent)
 
 
 def _are_chained(model: _traced_leaves.Model, layers: list[_traced_leaves.Part]) -> bool:
-  """Returns whether each layer gets data from the previous one; a single layer is one kernel."""
+  """Returns whether each layer gets data from the layer before it.
+
+  A single layer counts as a chain if it is a scan, or if it has exactly one kernel.
+  """
   if len(layers) == 1 and layers[0].scan is None:
     return len(layers[0].leaves.intersection(model.kernels)) == 1
   return all(model.follows(b.leaves, a.leaves) for a, b in itertools.pairwise(layers))
@@ -272,7 +293,10 @@ def _join_modules(
 def _join_parallel(
   model: _traced_leaves.Model, layers: list[_traced_leaves.Part]
 ) -> list[_traced_leaves.Part]:
-  """Returns the layers, with parallel layers joined, so that each gets data from all before it."""
+  """Joins parallel layers; returns the layers in the order of use.
+
+  Each of the returned layers gets data from all layers before it.
+  """
   follows = [{k for k, a in enumerate(layers) if model.follows(b.leaves, a.leaves)} for b in layers]
   joined: list[_traced_leaves.Part] = []
   for number, layer in enumerate(layers):
@@ -286,10 +310,12 @@ def _join_parallel(
 def _blocks_of_layers(
   model: _traced_leaves.Model, layers: list[_traced_leaves.Part], origin: str
 ) -> Blocks:
-  """Returns a block for each layer, and a first block for tables that are used before all layers.
+  """Returns a block for each layer, or for each step of a layer that is a scan.
 
-  Another leaf, such as a bias, joins the layer of its innermost module if the module has only one;
-  else the leaf joins the layer that was used last before the leaf, or the first layer.
+  If the loss uses tables (leaves of several axes) before all layers, all leaves before the layers
+  are one more block, the first. Any other leaf, such as a bias, joins the layer in its own module,
+  if this module has exactly one layer and no modules inside. Otherwise, the leaf joins the layer
+  that began last before the leaf, or the first layer. `origin` is the line for ``print``.
   """
   by_leaf: dict[int, list[int]] = {}
   layers_of: dict[str, set[int]] = {}

@@ -59,10 +59,12 @@ class _Value(NamedTuple):
 
 
 def trace_flow(program: _types.Jaxpr, num_leaves: int, data: Sequence[bool | None]) -> Flow:
-  """Returns the leaves upstream of each leaf; the leaves are the first arguments of the program.
+  """Finds out, for each leaf of the params, which leaves are upstream of this leaf.
 
-  `data` has a flag for each other argument: True for data, None for constants. If leaves meet data
-  in fewer than two equations, the next wider definition of data (:class:`DataKind`) is tried.
+  The first `num_leaves` arguments of the program are the leaves. `data` has a flag for each other
+  argument: True for data, None for constants. At first, only arrays of the batch count as data. If
+  fewer than two equations use further leaves on data, the search starts again with one more kind of
+  data (:class:`DataKind`).
   """
   for definition in DataKind:
     analysis = _FlowAnalysis(definition)

@@ -2,9 +2,9 @@
 
 A leaf of which some layers are frozen enters the program as a *split array*: the leaf is cut along
 the axis of the layers, and the frozen parts have passed ``stop_gradient``. A scan that slices the
-leaf is computed as one scan for each part, and JAX leaves out the backward pass of a scan that no
-trained param enters, also not by constants or the carry. An equation that can't be computed part by
-part gets the concatenated leaf.
+leaf is computed as one scan for each part. JAX leaves out the backward pass of such a scan if no
+trained param enters the scan: neither in a slice, nor as a constant, nor through the carry. An
+equation that can't be computed part by part gets the concatenated leaf.
 """
 
 from collections.abc import Sequence
@@ -61,7 +61,11 @@ def evaluate(program: _types.Jaxpr, arguments: Sequence[_Splittable]) -> list[ja
 
 
 def _split(value: _Splittable, axis: int, bounds: Sequence[int]) -> tuple[jax.Array, ...]:
-  """Cuts a value along an axis at `bounds`, which include both ends and the value's own bounds."""
+  """Cuts a value along `axis` at the indices `bounds`; returns the parts.
+
+  `bounds` begin with 0 and end with the length of the axis. If the value is split along this axis,
+  `bounds` must include the indices at which it is split.
+  """
   if isinstance(value, _SplitArray) and value.axis == axis:
     return tuple(
       part
@@ -82,7 +86,11 @@ def _concatenate(value: _Splittable) -> jax.Array:
 def _concatenate_all(
   values: Sequence[_Splittable], variables: Sequence[_types.Atom]
 ) -> list[jax.Array]:
-  """Concatenates the split arrays among `values`, and shards them as `variables` are."""
+  """Concatenates the split arrays among `values`; returns all values as arrays.
+
+  `variables` are the variables of the values in the program. A concatenated array gets the sharding
+  of its variable.
+  """
   return [
     _placement.place_by(_concatenate(value), variable.aval.sharding)
     if isinstance(value, _SplitArray)
@@ -94,12 +102,15 @@ def _concatenate_all(
 def _compute_part(
   equation: _types.Equation, values: Sequence[jax.Array], axis: int, size: int
 ) -> jax.Array:
-  """Computes the part of an equation's result that has `size` entries along `axis`."""
+  """Computes an equation on parts of its operands; returns this part of the result.
+
+  `values` are the parts of the operands. The part of the result has `size` entries along `axis`.
+  """
   name, settings = equation.primitive.name, dict(equation.params)
   for key, value in equation.params.items():
     if isinstance(value, jax.sharding.NamedSharding):
-      # A part may be too short to be sharded over all devices, so the compiler chooses the sharding
-      # along the axis.
+      # A part may be too short to be sharded over all devices. So a sharding constraint lets the
+      # compiler choose the sharding along the axis, and other equations don't shard the axis.
       instead = jax.sharding.PartitionSpec.UNCONSTRAINED if name == "sharding_constraint" else None
       settings[key] = _placement.without_axes(value, (axis,), instead)
   if name == "sharding_constraint":
@@ -112,9 +123,10 @@ def _compute_part(
 
 
 def _aligned_axes(equation: _types.Equation, operand: int) -> tuple[int | None, ...]:
-  """Returns, for each axis of an equation's result, the operand's axis with its entries, or None.
+  """Returns, for each axis of an equation's result, which axis of an operand runs along it.
 
-  Returns ``()`` if the equation can't be computed part by part.
+  `operand` is the operand's index. The answer is None for an axis of the result along which no
+  whole axis of the operand runs. Returns ``()`` if the equation can't be computed part by part.
   """
   shape = equation.invars[operand].aval.shape
   rule = _primitives.rule_of(equation)
@@ -149,10 +161,11 @@ class _SplitScans(_jaxpr.Evaluator[_Splittable]):
     return self.bind(equation, _concatenate_all(inputs, equation.invars))
 
   def _result(self, equation: _types.Equation, operands: dict[int, _Splittable]) -> _Splittable:
-    """Computes the result of an equation whose operands may be split arrays.
+    """Computes a result of an equation from operands that may be split arrays.
 
-    Returns a split array, computed part by part, if the result keeps the axis along which the first
-    split operand is split.
+    `operands` has the operands by their index. If the primitive returns its operands as they are,
+    `operands` has only the one that becomes this result. The result is computed part by part, and
+    is a split array, if the result keeps the axis along which the first split operand is split.
     """
     cut = {i: value for i, value in operands.items() if isinstance(value, _SplitArray)}
     orders = [(_aligned_axes(equation, i), value.axis) for i, value in cut.items()]

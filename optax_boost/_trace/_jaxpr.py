@@ -34,7 +34,8 @@ from optax_boost._foundation import _types
 
 _Value = TypeVar("_Value")
 
-# Calls that only compute their program; custom derivatives also say how to differentiate it.
+# Calls that do nothing but compute their program. Calls with custom derivatives are not listed,
+# since they also define the derivative of their program.
 _PLAIN_CALLS = ("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2")
 
 
@@ -51,7 +52,7 @@ class Interpreter(Generic[_Value]):
   """Walks over a program, equation by equation; each analysis is a subclass.
 
   A subclass defines :meth:`constant`, :meth:`operation` and :meth:`join`. A subclass may override
-  :meth:`loop`, which runs one iteration here, and :meth:`branches`.
+  :meth:`loop` and :meth:`branches`. Unless overridden, :meth:`loop` runs one iteration.
   """
 
   def constant(self, value: jax.typing.ArrayLike) -> _Value:
@@ -80,7 +81,10 @@ class Interpreter(Generic[_Value]):
     return [read(atom) for atom in jaxpr.outvars]
 
   def visit(self, equation: _types.Equation, inputs: list[_Value]) -> Sequence[_Value]:
-    """Enters the program inside an equation, or calls :meth:`operation` if there is none."""
+    """Returns the values of an equation's results.
+
+    Runs the programs inside the equation, or calls :meth:`operation` if there are none to enter.
+    """
     name, settings = equation.primitive.name, equation.params
     if name == "scan":
       consts, carries = scan_operands(equation)
@@ -133,7 +137,10 @@ class Evaluator(Interpreter[_Value]):
     return value
 
   def visit(self, equation: _types.Equation, inputs: list[_Value]) -> Sequence[_Value]:
-    """Computes the results of an equation; enters plain calls, and keeps ``jax.checkpoint``."""
+    """Computes the results of an equation; enters plain calls.
+
+    The program of a ``jax.checkpoint`` is computed inside a new ``jax.checkpoint``.
+    """
     program = _called_program(equation) if equation.primitive.name in _PLAIN_CALLS else None
     if program is None:
       return self.operation(equation, inputs)
@@ -144,7 +151,10 @@ class Evaluator(Interpreter[_Value]):
     return run(inputs)
 
   def bind(self, equation: _types.Equation, values: Sequence[Any]) -> list[Any]:
-    """Computes the results of one equation, as a program that has no other equation."""
+    """Computes the results of one equation, which is not changed, from its operands `values`.
+
+    JAX computes a program that consists of this equation alone.
+    """
     atoms = zip(equation.invars, values, strict=True)
     inputs = {atom: value for atom, value in atoms if not isinstance(atom, jax_core.Literal)}
     names = {"arg_names": ("",) * len(inputs), "result_paths": ("",) * len(equation.outvars)}
@@ -162,8 +172,9 @@ class Evaluator(Interpreter[_Value]):
 def scan_operands(equation: _types.Equation) -> tuple[int, int]:
   """Returns how many of a scan's operands are constants, and how many are carries.
 
-  Constants come first, then carries, then sliced arrays. The function compares ranks, since the
-  names of the scan's parameters differ between versions of JAX.
+  Constants come first, then carries, then sliced arrays. Only sliced arrays have another rank in
+  the body of the scan, so comparing ranks tells the numbers. The scan's parameters tell the
+  numbers, too, but the names of the parameters differ between versions of JAX.
   """
   body = equation.params["jaxpr"]
   body = getattr(body, "jaxpr", body)

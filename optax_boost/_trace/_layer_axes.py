@@ -33,7 +33,7 @@ class Axes(NamedTuple):
 
   @property
   def mixes_inputs(self) -> bool:
-    """Returns whether an output has several input features, unlike in a depthwise kernel."""
+    """Returns whether an output sums over input features, which a depthwise kernel does not do."""
     return set(self.fan_in) > set(self.window)
 
 
@@ -246,9 +246,10 @@ def describe(
 def _by_narrowest_definition(
   analyze: Callable[[DataKind], _leaf_uses.Findings],
 ) -> _leaf_uses.Findings:
-  """Returns the findings by the first definition of data that is wide enough.
+  """Calls `analyze` with wider and wider definitions of data; returns the first good findings.
 
-  It is wide enough if leaves meet data in two equations; if none is, one equation is enough.
+  Findings are good if leaves meet data in two or more equations. If no findings are good, the first
+  with one equation are returned, or else the first.
   """
   candidates = []
   for definition in DataKind:
@@ -261,7 +262,7 @@ def _by_narrowest_definition(
 
 
 def _count_equations(findings: _leaf_uses.Findings) -> int:
-  """Counts the equations in which any leaf first meets data; penalties don't count."""
+  """Counts the equations in which a leaf meets data for the first time, without penalties."""
   first: dict[int, int] = {}
   for number, uses in enumerate(findings.uses):
     for use in uses:
@@ -283,9 +284,12 @@ def _order(findings: _leaf_uses.Findings) -> list[int]:
 def _axes(
   uses: Sequence[_leaf_uses.Use], is_expert: bool, batch: frozenset[int], path: str, rank: int
 ) -> Axes | None:
-  """Returns the axes of a leaf by the first of its uses whose kind is earliest in :class:`UseKind`.
+  """Returns the axes of a leaf, read from one of its uses.
 
-  Returns None if all uses are unclear or in penalties. A leaf named as a bias has no fan-in.
+  This is the use whose kind comes earliest in :class:`UseKind`; of several, the first. `is_expert`
+  tells whether data selects kernels from the leaf; for such a leaf, lookups don't count. `batch`
+  are the leaf's axes along which each slice of the data has a separate kernel. A leaf with the name
+  of a bias has no fan-in. Returns None if all uses are unclear or in penalties.
   """
   is_bias = _leaf_names.is_bias_or_norm(path)
   # A table of positions has no fan-in, although a product with constants may resize the table.

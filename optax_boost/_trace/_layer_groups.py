@@ -98,9 +98,10 @@ def layer_groups(
   choose from. ``print`` shows which blocks were chosen. The loss is traced, not computed, so arrays
   may be abstract.
 
-  A leaf in no block joins the last block from which it gets data, or else the first block that gets
-  data from the leaf. If the loss uses the leaf before the first block, it is before all blocks. If
-  no block gets data from the leaf, it is after all blocks.
+  A leaf that is in no block is placed by the flow of data. If no block gets data from the leaf, the
+  leaf is after all blocks. Otherwise, the leaf joins the last block from which the leaf gets data.
+  If the leaf gets data from no block, the leaf joins the first block that gets data from the leaf;
+  but if the loss uses the leaf before the first block, the leaf is before all blocks.
 
   Noise, and arrays that the loss closes over (an adapter's base weights, a pruning mask), count as
   data only if otherwise at most one operation would combine params with data. An array in `args`
@@ -112,16 +113,16 @@ def layer_groups(
     *args: the loss's other arguments: statistics, batch, rng. A loss from ``nnx.split_loss`` or
       ``linen.split_loss`` takes its model state first, which is not data.
     num_groups: the number of groups, of which the last is never frozen. None: a group for each
-      block. Lowering the number puts equal numbers of neighbouring blocks into one group. If the
-      number is above that of the blocks, and `blocks` is None, layers take the place of blocks. In
-      a model without a series or a chain, parallel layers stay in one group.
+      block. Lowering the number puts equal numbers of neighbouring blocks into one group. If there
+      are fewer blocks than this number, and `blocks` is None, each layer is a block instead. In a
+      model without a series or a chain, parallel layers stay in one group.
     blocks: a pattern of the paths of modules that are blocks, from the root on. `*` is any part of
-      a name and `**` any names: ``"encoder/layers/*"``, ``"stages/*/blocks/*"``. A module that a
-      scan slices has a block for each step; ``"stages/*[*]"`` selects the steps of several scans.
-      Patterns that bars separate select one series, in the order of use:
-      ``"encoder/block/*|decoder/block/*"``. A sequence of patterns, such as ``("text/blocks/*",
-      "image/blocks/*")``, selects parallel series, one for each pattern; the last blocks of all
-      series are in one group. None: the blocks described above.
+      a name and `**` any names: ``"encoder/layers/*"``, ``"stages/*/blocks/*"``. If a scan slices
+      the leaves of a selected module, each step of the scan is a block; ``"stages/*[*]"`` selects
+      the steps of several scans. Patterns with bars between them select one series, in the order
+      of use: ``"encoder/block/*|decoder/block/*"``. A sequence of patterns, such as
+      ``("text/blocks/*", "image/blocks/*")``, selects parallel series, one for each pattern; the
+      last blocks of all series are in one group. None: the blocks described above.
     overrides: a dict from regular expressions to groups. All layers of a leaf are in this group if
       the expression matches whole segments of the leaf's path, whatever the trace shows.
 
@@ -190,9 +191,11 @@ def even_groups(
   params: optax.Params,
   num_groups: int,
 ) -> LayerGroups:
-  """Returns `num_groups` groups of a traced loss; groups of layers if there are too few blocks.
+  """Divides the leaves of a traced loss into `num_groups` groups; returns the plan.
 
-  `data` has a flag for each argument after the params: True for data, else None.
+  A group is made of blocks, or of layers if the trace shows fewer than `num_groups` blocks. `data`
+  has a flag for each argument after the params: True for data, else None. `described` has the axes
+  of the program's leaves.
   """
   model = _model_of(program, data, described, params)
   try:
@@ -293,12 +296,16 @@ _NO_CATCH_ALL = (
   "Write patterns of which only one matches it: a leaf that no pattern matches is in the last group"
   " already, which needs no catch-all like '.*'."
 )
-# Matches the end of a pattern that names layers after the path of a leaf or module, as `/[0-5]`.
+# Matches the end of a pattern from the numbers of layers on: `/[0-5]` in `blocks/kernel/[0-5]`.
 _LAYER = re.compile(r"\\?\[[^/]*\]$|/(\[[^/]*\]|\d+|\\d[+*]?)(/.*)?$")
 
 
 def _layers_hint(pattern: str, paths: Sequence[str]) -> str:
-  """Returns a hint if a pattern names layers of a stacked leaf, else an empty string."""
+  """Returns the hint that only `layer_groups` divides a leaf into layers, or "".
+
+  The hint is due if the pattern ends with numbers of layers, and its beginning matches one of the
+  leaves `paths`.
+  """
   try:
     stacked = _patterns.compile_pattern("groups", _LAYER.sub("", pattern))
   except ValueError:
@@ -317,14 +324,22 @@ GroupNumber: TypeAlias = int | np.ndarray
 
 
 class _SlicedLeaf(NamedTuple):
-  """The axis of a leaf's layers, and the groups of those layers that a plan lists."""
+  """What a plan says of a leaf that is divided into layers.
+
+  Attributes:
+    axis: the axis of the layers.
+    group_of_layer: the group of each layer, by the layer's index.
+  """
 
   axis: int
   group_of_layer: dict[int, int]
 
 
 def group_numbers(tree: _types.Params, groups: Groups, method: str) -> list[GroupNumber]:
-  """Returns the :data:`GroupNumber` of each leaf; raises ValueError if a plan lacks a leaf."""
+  """Returns the :data:`GroupNumber` of each leaf of a tree; error messages name `method`.
+
+  Raises ValueError if `groups` is a plan in which a leaf is missing or is listed twice.
+  """
   leaves = _layer_axes.leaves_of(tree)
   if not isinstance(groups, LayerGroups):
     group_of_pattern = [(pattern, number) for number, pattern in enumerate(groups)]
@@ -361,7 +376,11 @@ def group_numbers(tree: _types.Params, groups: Groups, method: str) -> list[Grou
 
 
 def _numbers_along_axis(leaf: _layer_axes.Leaf, in_plan: _SlicedLeaf, method: str) -> np.ndarray:
-  """Returns the groups of a leaf's layers as an array that broadcasts against the leaf."""
+  """Returns the groups of a leaf's layers as an array that broadcasts against the leaf.
+
+  `in_plan` is what the plan says of the leaf. Raises ValueError, with the name `method`, if the
+  plan does not list exactly the layers of the leaf.
+  """
   axis, group_of_layer = in_plan
   length = leaf.shape[axis] if axis < len(leaf.shape) else 0
   if not group_of_layer or sorted(group_of_layer) != list(range(length)):
@@ -386,7 +405,10 @@ def count_groups(groups: Groups) -> int:
 
 
 def numbering(groups: Groups, method: str) -> Callable[[_types.Params], _types.Tree]:
-  """Returns a function that replaces each leaf of a tree by its :data:`GroupNumber`."""
+  """Returns a function that replaces each leaf of a tree by its :data:`GroupNumber`.
+
+  Error messages of this function name `method`.
+  """
   numbers = _trees.once_per_tree(lambda tree: group_numbers(tree, groups, method))
   return lambda tree: jax.tree.unflatten(jax.tree.structure(tree), numbers(tree))
 
@@ -396,8 +418,10 @@ def select_frozen(
 ) -> _types.Leaf:
   """Returns the entries of `if_frozen` in groups below `depth`, and of `otherwise` in other groups.
 
-  With a NumPy `depth`, whole leaves are chosen while tracing. If `otherwise` does not have the
-  leaf's axes, such as a factored moment, it is frozen once all layers of the leaf are frozen.
+  `group` is the :data:`GroupNumber` of the leaf to which the two arrays belong. If the arrays don't
+  have the axes of the leaf, as a factored moment, all of `if_frozen` is returned once all layers of
+  the leaf are frozen. If `depth` is a NumPy number, and the leaf is frozen as a whole or not at
+  all, the function returns one of the two arrays, and adds nothing to the program.
   """
   if isinstance(group, np.ndarray):
     shape = jnp.shape(otherwise)

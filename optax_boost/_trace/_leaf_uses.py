@@ -39,8 +39,12 @@ class DataKind(enum.IntEnum):
 
 
 def data_kind(aval: _types.ArrayType, flag: bool | None) -> DataKind | None:
-  """Returns a loss argument's kind, or None if it is never data; `flag` is None for constants."""
-  # A key in the batch is noise, since adding noise to weights is not a use of the weights.
+  """Returns the kind of an argument of the loss, or None if the argument is never data.
+
+  `flag` is True for data, and None for constants such as a model state.
+  """
+  # A key in the batch counts as data only if noise does. Otherwise, adding noise to weights would
+  # be a use of the weights.
   if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
     return DataKind.NOISE
   if flag is None:
@@ -104,9 +108,9 @@ class Findings(NamedTuple):
     uses: for each equation in which leaves meet data, its uses of leaves; penalties come last.
     early_uses: the uses of kernels in products without data, and of leaves as inputs of kernels.
     expert_uses: the uses of kernels that data has looked up.
-    batch_axes: for each leaf, the axes that run along a batch dimension of products, in which each
-      slice of the data has a separate kernel (experts, ``vmap``); also for a leaf in no product,
-      such as a bias of these kernels.
+    batch_axes: for each leaf, the axes along which each slice of the data has a separate kernel
+      (experts, ``vmap``). In a product with the kernels, such an axis is a batch dimension. Leaves
+      that enter no product, such as the biases of these kernels, have such axes, too.
     unknown_primitives: for each leaf, the primitives without a rule to which the program passes the
       leaf, or a value with an axis map of the leaf.
   """
@@ -180,7 +184,7 @@ class LeafUses(_jaxpr.Interpreter[Value]):
     self._definition, self._named_kernels = definition, named_kernels
     self._uses: list[list[Use]] = []  # for each equation that has uses
     self._early_uses: list[Use] = []
-    # For each leaf, its first use as a part of a kernel's input or of data.
+    # The first use of each leaf that was part of a kernel's input, or that data has looked up.
     self._inputs: dict[int, Use] = {}
     self._expert_uses: list[Use] = []
     self._scans: list[LayerScan] = []
@@ -208,7 +212,7 @@ class LeafUses(_jaxpr.Interpreter[Value]):
     return Value(tuple(self._labels.fresh() for _ in shape), self._is_data(kind))
 
   def note_result(self, loss: Value) -> None:
-    """Notes uses in a penalty for the leaves that enter the loss without meeting data."""
+    """Notes that a penalty uses the leaves that enter the loss without having met data."""
     self._uses.append([Use(leaf, UseKind.PENALTY) for leaf in sorted(loss.leaves)])
 
   def findings(self) -> Findings:
@@ -343,7 +347,12 @@ class LeafUses(_jaxpr.Interpreter[Value]):
   def _result_labels(
     self, equation: _types.Equation, inputs: list[Value], result: int
   ) -> tuple[int, ...]:
-    """Returns a result's labels, united with the labels of the operands' aligned dimensions."""
+    """Returns a label for each dimension of the equation's result number `result`.
+
+    If dimensions of operands run along a dimension of the result, their labels are united, and the
+    dimension of the result gets the same label. Any other dimension, or a dimension of size 1, gets
+    a new label.
+    """
     shape = equation.outvars[result].aval.shape
     along: list[list[int]] = [[] for _ in shape]
     for operand, value in enumerate(inputs):
@@ -357,7 +366,10 @@ class LeafUses(_jaxpr.Interpreter[Value]):
   def _aligned_dims(
     self, equation: _types.Equation, operand: int, result: int
   ) -> tuple[tuple[int, int], ...]:
-    """Returns the pairs of an operand's and a result's dimensions that run along each other."""
+    """Returns pairs: a dimension of an operand, and the dimension of a result along which it runs.
+
+    `operand` and `result` are indices.
+    """
     key = id(equation), operand, result
     if key not in self._aligned:
       shape = equation.invars[operand].aval.shape
@@ -391,8 +403,8 @@ class LeafUses(_jaxpr.Interpreter[Value]):
           use = _use_of_entries(axis_map, kind)
         elif use.kind == UseKind.CONTRACTED and product is not None:
           other = inputs[1 - operand]
-          # Data has looked the value up. Only a product with data alone shows that the value is an
-          # expert's kernel, not an embedding.
+          # The value holds slices of a leaf that data has looked up. They are kernels of experts
+          # if the other operand was computed from data alone. Otherwise, they may be embeddings.
           if value.data and (not other.data or other.axis_maps):
             continue
           self._note_product(product, operand, inputs)
@@ -408,9 +420,9 @@ class LeafUses(_jaxpr.Interpreter[Value]):
       self._uses.append(uses)
 
   def _note_generated(self, equation: _types.Equation, inputs: list[Value]) -> list[Value]:
-    """Notes a kernel's use in a product without data.
+    """Notes the use of a kernel in a product without data; returns the operands `inputs`.
 
-    Returns the operands, in which the axis maps of the kernel have `has_inputs` set.
+    In the returned operands, `has_inputs` of the kernel's axis maps is True.
     """
     product = _primitives.product_of(equation)
     kernel = None if product is None else self._kernel_of(inputs, product)
@@ -456,8 +468,9 @@ class LeafUses(_jaxpr.Interpreter[Value]):
   def _inputs_of_kernels(self, value: Value, contracted: Sequence[int]) -> list[AxisMap]:
     """Returns the axis maps of an operand's leaves that are not kernels in a product with data.
 
-    These are all leaves of an activation, else the scales only. An operand is an activation if the
-    product sums only over the outputs of kernels that have inputs.
+    The product sums over the operand's dimensions `contracted`. If only outputs of kernels run
+    along these dimensions, the operand is an activation, and none of its leaves is a kernel of this
+    product. In any other operand, only the scales (see `_is_scale`) are not kernels.
     """
     with_inputs = [m for m in value.axis_maps if m.has_inputs]
     is_product = _kernels(value, contracted) or (
@@ -476,7 +489,10 @@ class LeafUses(_jaxpr.Interpreter[Value]):
     self._inputs.setdefault(axis_map.leaf, _use_of_entries(axis_map))
 
   def _note_product(self, product: _primitives.Product, kernel: int, inputs: list[Value]) -> None:
-    """Notes the labels of a kernel's batch dimensions and of all contracted dimensions."""
+    """Notes the labels of a kernel's batch dimensions and of all contracted dimensions.
+
+    `kernel` is the index of the operand that is the kernel.
+    """
     self._batch |= {inputs[kernel].labels[dim] for dim in product.batch[kernel]}
     for value, dims in zip(inputs, product.contracted, strict=False):
       self._contracted |= {value.labels[dim] for dim in dims}
@@ -502,7 +518,11 @@ def scanned_axes(program: _types.Jaxpr, leaves: range) -> dict[int, int]:
 def _use(
   equation: _types.Equation, operand: int, axis_map: AxisMap, product: _primitives.Product | None
 ) -> Use:
-  """Returns the use of `axis_map`'s leaf in an equation whose operand `operand` has this map."""
+  """Returns how an equation uses a leaf.
+
+  `axis_map` is the map of the leaf in the operand with the index `operand`. `product` has the roles
+  of the dimensions if the equation is a product.
+  """
   if product is not None and operand < 2:
     return _use_in_product(axis_map, operand, product)
   rule = _primitives.rule_of(equation)
@@ -514,7 +534,7 @@ def _use(
 
 
 def _use_of_entries(axis_map: AxisMap, kind: UseKind = UseKind.ENTRYWISE) -> Use:
-  """Returns a use of a leaf that sums over no axis of the leaf, so there is no fan-in."""
+  """Returns a use without fan-in, for an equation that sums over no axis of the leaf."""
   return Use(axis_map.leaf, kind, stacked=axis_map.sliced - axis_map.axes())
 
 
@@ -544,8 +564,9 @@ def _use_in_product(axis_map: AxisMap, operand: int, product: _primitives.Produc
 def _kernels(value: Value, contracted: Sequence[int]) -> list[AxisMap]:
   """Returns the axis maps of the leaves of an operand that may be kernels of a product.
 
-  The product must sum over an axis of the leaf. If the summed dimension holds the outputs of a
-  kernel with inputs, another leaf along this dimension, such as the bias, is not a kernel.
+  The product sums over the operand's dimensions `contracted`. A kernel has an axis along one of
+  them, and is not a scale (see `_is_scale`). If outputs of an earlier kernel run along the same
+  dimension, the leaf is not a kernel, but for example a bias that was added to the outputs.
   """
   free = _free(value, contracted)
   return [
@@ -556,29 +577,42 @@ def _kernels(value: Value, contracted: Sequence[int]) -> list[AxisMap]:
 
 
 def _is_scale(value: Value, axis_map: AxisMap, contracted: Sequence[int]) -> bool:
-  """Returns whether a leaf is broadcast along the outputs of an operand's other leaves."""
+  """Returns whether a leaf of an operand only scales the operand's other leaves.
+
+  A product sums over the operand's dimensions `contracted`. Along the other dimensions, the outputs
+  of the product, a scale is broadcast: another leaf has axes there, and the scale has none.
+  """
   kept = [dim for dim in range(len(axis_map.dims)) if dim not in contracted]
   is_broadcast = not axis_map.contracted and not axis_map.axes(kept)
   return is_broadcast and any(m.axes(kept) for m in value.axis_maps)
 
 
 def _is_number_beside_its_leaf(value: Value, axis_map: AxisMap) -> bool:
-  """Returns whether the map is of a scalar of a leaf (a norm), beside a map of the leaf itself."""
+  """Returns whether a map has no axes, while another map of the same leaf in `value` has some.
+
+  Then the map is of a number that was computed from the leaf, such as a norm that divides the leaf.
+  """
   others = (m for m in value.axis_maps if m.leaf == axis_map.leaf)
   return not axis_map.axes() and any(m.axes() for m in others)
 
 
 def _free(value: Value, dims: Sequence[int]) -> list[int]:
-  """Returns the dimensions among `dims` along which no kernel with inputs has its outputs."""
+  """Returns the dimensions among `dims` along which no outputs of a kernel run.
+
+  A kernel has outputs if it was multiplied with an input before (`has_inputs`).
+  """
   return [dim for dim in dims if not any(m.has_inputs and m.axes([dim]) for m in value.axis_maps)]
 
 
 def _joined_kernels(axis_map: AxisMap, product: _primitives.Product) -> tuple[_Axes, bool]:
-  """Returns the axes along which ``vmap`` merged kernels, and whether the product is depthwise."""
+  """Returns the axes of a kernel that ``vmap`` has added, and whether a convolution is depthwise.
+
+  `axis_map` is the map of the convolution's kernel; `product` has the roles of its dimensions.
+  """
   ((_, outputs),) = (source for sources in product.sources for source in sources if source[0] == 1)
   groups, joined = product.groups, set()
-  # `vmap` merges its axis into the axis of the outputs, as the outer part, and makes each kernel a
-  # group of the convolution.
+  # `vmap` over kernels merges the axis of the kernels into the axis of the outputs, of which it is
+  # the outer part. Each kernel is a group of the convolution.
   for part in axis_map.dims[outputs][:-1]:
     if groups % part.size == 0:
       groups //= part.size
@@ -590,7 +624,10 @@ def _joined_kernels(axis_map: AxisMap, product: _primitives.Product) -> tuple[_A
 def _result_axis_maps(
   equation: _types.Equation, inputs: list[Value], result: int, by_data: bool
 ) -> tuple[AxisMap, ...]:
-  """Returns a result's axis maps; `by_data` tells whether data chose entries of operand 0."""
+  """Returns the axis maps of the equation's result number `result`.
+
+  `by_data` tells whether data chose entries of operand 0.
+  """
   # A kernel that data has looked up keeps its axis map until the kernel meets other data.
   meets = any(v.data for v in inputs) and not by_data
   stay = _primitives.product_of(equation) is None and all(v.axis_maps or not v.data for v in inputs)

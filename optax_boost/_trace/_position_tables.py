@@ -1,8 +1,9 @@
 """Finds the tables of learned positions in the params of a model of tokens.
 
 If the sequences of a batch are cut short (to *windows*), the loss reads fewer entries of a table of
-positions. In a table of tokens, the tokens choose the entries, whatever the length. So a table is
-of positions if the programs of the loss for windows and for whole sequences read it differently.
+positions. In a table of tokens, the tokens choose the entries, whatever the length. So the loss is
+traced for windows and for whole sequences. A leaf is a table of positions if the two programs slice
+different shapes from the leaf.
 """
 
 from collections.abc import Sequence
@@ -35,7 +36,7 @@ class _Value(NamedTuple):
 
 
 class _TableReads(_jaxpr.Interpreter[_Value]):
-  """Collects in `reads` the leaves sliced at positions, not at tokens, and the slices' shapes."""
+  """Collects in `reads` each leaf that is sliced at positions, with the shape of the slice."""
 
   def __init__(self) -> None:
     self.reads: set[tuple[int, _Shape]] = set()
@@ -66,10 +67,11 @@ def _sources(values: Sequence[_Value]) -> tuple[bool, bool]:
 def position_tables(
   windows: _types.Jaxpr, whole: _types.Jaxpr, by_tokens: Sequence[bool]
 ) -> list[int]:
-  """Returns the numbers of the leaves of which two programs of a loss read different shapes.
+  """Returns the numbers of the leaves that are tables of positions.
 
-  `windows` is the program for a batch whose sequences are cut short, `whole` for the whole batch.
-  `by_tokens` tells for each argument after the params whether it holds tokens, not positions.
+  `windows` is the program of the loss for a batch whose sequences are cut short, `whole` the
+  program for the whole batch. `by_tokens` has a flag for each argument after the params: True for
+  tokens, False for any other argument, which counts as positions.
   """
 
   def reads(program: _types.Jaxpr) -> set[tuple[int, _Shape]]:

@@ -77,7 +77,7 @@ def _stretch(
   resized = axis_map.resize(shape, by_data)
   if resized is None or not sizes:
     return resized
-  # No axis runs along a dimension that repeats one entry.
+  # If a dimension of size 1 is stretched, all its entries are equal, so no axis runs along it.
   dims = (
     _axis_map.no_axis(size) if old == 1 else dim
     for dim, old, size in zip(resized.dims, sizes, shape, strict=True)
@@ -162,7 +162,11 @@ def _ragged_dot(equation: _types.Equation) -> Product:
 def _matrix_product(
   equation: _types.Equation, contracted: _Dims, batch: _Dims, group_dims: tuple[int, ...] = ()
 ) -> Product:
-  """Describes a matrix product; along `group_dims`, operand 1 has a kernel per group of rows."""
+  """Returns the roles of the dimensions of a matrix product.
+
+  `group_dims` are the dimensions of operand 1 along which each group of rows of operand 0 has a
+  separate kernel (``ragged_dot``).
+  """
   pairs = list(zip(*batch, strict=True))
   used = [{*contracted[0], *batch[0]}, {*contracted[1], *batch[1], *group_dims}]
   free = [
@@ -273,7 +277,7 @@ def is_known(equation: _types.Equation) -> bool:
 
 
 def rule_of(equation: _types.Equation) -> Rule:
-  """Returns the rule of an equation's primitive, or a rule without `move` if there is none."""
+  """Returns the rule of an equation's primitive; for an unknown primitive, one without `move`."""
   return RULES.get(equation.primitive.name, _UNKNOWN)
 
 
@@ -286,7 +290,12 @@ def product_of(equation: _types.Equation) -> Product | None:
 def move(
   equation: _types.Equation, operand: int, axis_map: AxisMap, result: int, by_data: bool = False
 ) -> AxisMap | None:
-  """Makes the axis map of an equation's result from that of an operand; None if it has none."""
+  """Returns the axis map of a leaf in an equation's result, made from the leaf's map in an operand.
+
+  `axis_map` is the map in the operand; `operand` and `result` are indices. `by_data` tells whether
+  data chose the indices of a lookup. Returns None if the result does not hold the operand's
+  entries, or if the primitive has no rule.
+  """
   moved_by = rule_of(equation).move
   if moved_by is None:
     return None

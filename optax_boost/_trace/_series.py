@@ -33,9 +33,10 @@ class Series(NamedTuple):
 def find_series(
   model: _traced_leaves.Model, num_kernels: int = 2
 ) -> tuple[list[Series], list[Series]]:
-  """Returns two lists: all series, the outermost first, and the outermost series by first use.
+  """Returns two lists: all series, and the outermost series in the order of first uses.
 
-  In a series of modules, two or more have at least `num_kernels` kernels; so have a scan's steps.
+  The list of all series begins with the outermost. In a series of modules, two or more modules have
+  at least `num_kernels` kernels. In a scan, each step has at least `num_kernels` kernels.
   """
   numbered = _numbered_series(model, num_kernels)
   scans = [
@@ -124,7 +125,10 @@ def _numbered_series(model: _traced_leaves.Model, num_kernels: int) -> list[Seri
 
 
 def _pattern_of(model: _traced_leaves.Model, stem: str, modules: list[str]) -> str:
-  """Returns the shortest pattern that selects these modules and no other modules."""
+  """Returns the shortest pattern that selects these modules and no other modules.
+
+  `stem` is the path of each module without the number at the end.
+  """
   for numbers in ("*", "[0-9]*"):
     pattern = glob.escape(stem) + numbers
     if set(_matches(model, pattern)) == set(modules):
@@ -192,7 +196,10 @@ def select(model: _traced_leaves.Model, patterns: str) -> Series:
 
 
 def _no_match(model: _traced_leaves.Model, pattern: str, has_leaves: bool) -> str:
-  """Returns the message for a pattern that selects no leaves, or no steps of a scan."""
+  """Returns the message for a pattern that selects no leaves, or no steps of a scan.
+
+  `has_leaves` tells whether the pattern selects leaves.
+  """
   if has_leaves:
     return (
       f"`blocks` has {pattern!r}, but no scan over layers slices these leaves. Omit {_STEPS!r}."

@@ -19,7 +19,10 @@ class Part(NamedTuple):
     return 1 if self.scan is None else self.scan.length
 
   def numbers(self, first: int) -> list[int]:
-    """Returns the number of each layer's block; the block that runs first has `first`."""
+    """Returns the number of each layer's block, in the order of the layers in a leaf.
+
+    The block that runs first gets the number `first`.
+    """
     numbers = list(range(first, first + self.length))
     return numbers[::-1] if self.scan is not None and self.scan.reverse else numbers
 
@@ -49,7 +52,10 @@ class Model:
 
   @functools.cached_property
   def kernels(self) -> list[int]:
-    """Returns, by first use, the leaves with a fan-in, and leaves of two or more unknown axes."""
+    """Returns the kernels in the order of first uses.
+
+    A kernel is a leaf with a fan-in, or a leaf of unknown axes that has two or more axes.
+    """
     return [i for i in self.order if _is_kernel(self.leaves[i])]
 
   def in_order(self, leaves: Iterable[int]) -> list[int]:
@@ -75,7 +81,10 @@ class Model:
     return min(self.order[leaf] for leaf in part.leaves if leaf in self.order)
 
   def top_modules(self) -> dict[str, list[int]]:
-    """Returns the leaves of each module at the outermost depth with several, by first use."""
+    """Returns the leaves of each module, at the outermost depth that has several modules.
+
+    The leaves of a module are in the order of first uses.
+    """
     paths = {i: self.leaves[i].path.split("/") for i in self.order}
     depth = 1
     while True:
