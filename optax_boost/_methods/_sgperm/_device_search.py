@@ -88,8 +88,8 @@ def permute(work: _host_search.Work, *, sizes: tuple[int, int], remainder: bool)
   `sizes` are the smallest and the largest size of subsets in all steps. `remainder` says whether
   the last subset of a vector, which may be smaller, takes part.
   """
-  # Sets (W, P, m) are combined with flags (P, m), which needs rank promotion. Rank promotion
-  # is allowed here, since users may have forbidden it.
+  # Sets (W, P, m) are combined with flags (P, m), which needs rank promotion. Rank promotion is
+  # allowed here, since users may have forbidden it.
   with jax.numpy_rank_promotion("allow"):
     return _permute(work, sizes, remainder)
 
