@@ -46,7 +46,10 @@ class Chunk(NamedTuple):
 def layouts(
   leaves: Sequence[jax.Array | jax.ShapeDtypeStruct], groups: Sequence[int], chunks: int
 ) -> list[Layout]:
-  """Returns one layout per dtype of the leaves; each cuts its vector into `chunks` chunks."""
+  """Returns one layout per dtype of the leaves; each cuts its vector into `chunks` chunks.
+
+  `groups` has the number of each leaf's group.
+  """
   by_dtype: dict[np.dtype, list[int]] = {}
   for i, leaf in enumerate(leaves):
     by_dtype.setdefault(jnp.result_type(leaf), []).append(i)
@@ -71,7 +74,8 @@ def _blocks(
 ) -> list[tuple[int, int, int, int]]:
   """Returns the rows of ``Layout.blocks`` for the chunk that begins at `origin` in the vector.
 
-  `spans` has for each leaf its start and end in the vector, and the number of its group.
+  `spans` has for each leaf its start and end in the vector, and the number of its group. `chunk` is
+  the number of entries in a chunk, and `block` is the number of columns in a block.
   """
   blocks = []
   for leaf_start, leaf_end, group in spans:
@@ -84,7 +88,11 @@ def _blocks(
 
 
 def pack(leaves: Sequence[jax.Array], layout: Layout, chunks: int, owner: jax.Array) -> jax.Array:
-  """Concatenates the leaves of a layout, pads the vector with zeros; returns the chunks (D, M)."""
+  """Concatenates the leaves of a layout, and returns the vector cut into chunks, (chunks, M).
+
+  Zeros are added at the vector's end, so that all chunks have M entries. `owner` is the number of
+  this device's chunk.
+  """
   flat = [jnp.ravel(leaves[i]) for i in layout.leaves]
   # Under `vmap`, `all_to_all` needs batched rows, but gradients that are equal on all replicas are
   # not batched. So an empty vector made from `owner` (the device's index, which is batched) is
@@ -113,10 +121,11 @@ def unpack(layouts: Sequence[Layout], vectors: Sequence[jax.Array]) -> list[jax.
 def cut_block(
   chunk: Chunk, rows: Sequence[jax.Array], dtype: _types.Dtype, turn: _types.IntScalar
 ) -> tuple[jax.Array, ...]:
-  """Cuts block number `turn` of a chunk out of K rows.
+  """Cuts a block of columns, block number `turn` of the chunk, out of K rows.
 
-  Returns the block ``(K, B)``, its first column, a mask of its columns that count (which belong to
-  one leaf), and the number of the leaf's group.
+  A row is a node of the tree: M entries, the chunk's part of a gradient or of a sum. Returns the
+  block ``(K, B)`` in `dtype`, the index of its first column in the chunk, a mask of the columns
+  that count, and the number of a group. All columns that count belong to one leaf of this group.
   """
   start, low, high, group = chunk.blocks[turn]
   width = chunk.layout.block

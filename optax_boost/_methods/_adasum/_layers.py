@@ -12,7 +12,11 @@ from optax_boost._trace import _layer_axes
 def split_layers(
   tree: _types.Tree, layers: _layer_axes.LayerAxes | None
 ) -> tuple[list[str], list[jax.Array], Callable[[Sequence[jax.Array]], _types.Tree]]:
-  """Returns the path and the array of each layer, and a function from such arrays to a tree."""
+  """Cuts the leaves of `tree` into layers; returns the layers' paths, their arrays, and `join`.
+
+  The path of a layer is the path of its leaf. The function ``join`` gets the layers' arrays, e.g.
+  after they have been changed, and returns a tree like `tree`.
+  """
   leaves = [
     leaf if leaf.num_layers else leaf._replace(axes=None)
     for leaf in _layer_axes.leaves_of(tree, layers)

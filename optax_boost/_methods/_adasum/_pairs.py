@@ -33,14 +33,22 @@ _LOWEST = -126
 
 
 class Sums(NamedTuple):
-  """The squared norms of a level's scaled nodes, and the inner products of its pairs."""
+  """Sums over the entries of the nodes of one level of the Adasum tree, in each group of leaves.
+
+  The nodes are scaled by 2^h. `squares` has each node's squared norm. `products` has the inner
+  product of each pair of nodes that is combined into a node of the next level.
+  """
 
   squares: jax.Array  # (G, K)
   products: jax.Array  # (G, K // 2)
 
 
 class Factors(NamedTuple):
-  """The factors for the first and for the second nodes of a level's pairs, each ``(G, K // 2)``."""
+  """The factors in the adaptive sums of a level's pairs (see the module).
+
+  Each field has an array ``(G, K // 2)`` for the pairs' first nodes, a in the formula, and one for
+  their second nodes, b.
+  """
 
   ratios: tuple[jax.Array, jax.Array]  # r, -r
   shares: tuple[jax.Array, jax.Array]  # s_a, s_b
@@ -117,7 +125,8 @@ def orthogonality(
   squares = jnp.ldexp(last.squares, -2 * (last_scales + unit))
   after = jnp.sum(squares, axis=1)
   if last.products.shape[1]:
-    # Each squared norm is divided by its bound 2^2n, so that the product of the two is in range.
+    # The squared norms of the two nodes are multiplied below. Each is first divided by its bound
+    # 2^2n, so that the product is in range.
     shifts = last_scales + norms_of(last.squares, last_scales)
     sizes = jnp.prod(jnp.ldexp(last.squares, -2 * shifts), axis=1)
     product = jnp.ldexp(last.products[:, 0], -jnp.sum(shifts, axis=1))

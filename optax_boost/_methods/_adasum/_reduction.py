@@ -43,7 +43,8 @@ def reduce_over_devices(
 ) -> tuple[list[jax.Array], jax.Array, jax.Array]:
   """Averages leaves over `local_axes`, and sums them adaptively over the replicas along `axes`.
 
-  Returns the sums, the orthogonality (see `AdasumState`), and whether a leaf was not finite.
+  `groups` has the number of each leaf's group. Leaves may be sharded along `shard_axes`. Returns
+  the sums, the orthogonality (see `AdasumState`), and whether a leaf was not finite.
   """
   replicas, nearby = jax.lax.axis_size(axes), jax.lax.axis_size(local_axes)
   every_axis = axes + local_axes + shard_axes
@@ -93,10 +94,11 @@ def _walk(
   largest: jax.Array,
   total: Callable[[_pairs.Sums], _pairs.Sums],
 ) -> tuple[list[jax.Array], jax.Array, jax.Array]:
-  """Combines chunks of the gradients, level by level; ``total(sums)`` adds the devices' sums.
+  """Walks up the tree, and combines the nodes in `chunks`, one per dtype, level by level.
 
-  `largest` (G, N) has each group's largest magnitudes. Returns the chunks of the result, the
-  orthogonality, and for each group whether it is finite on all replicas.
+  `largest` (G, N) has the largest magnitude of each group in each gradient. ``total(sums)`` adds
+  the sums of all devices. Returns the chunks of the result, the orthogonality, and for each group
+  whether it is finite on all replicas.
   """
   levels = []
   nodes = [chunk.rows for chunk in chunks]
@@ -126,12 +128,15 @@ def _pass(
   factors: _pairs.Factors | None,
   scales: jax.Array | None,
 ) -> _Carry:
-  """Combines the pairs of a chunk's nodes; returns the new nodes, and their squares and products.
+  """Combines the pairs of a chunk's nodes; returns the next level's nodes, and their sums.
 
-  Without `factors`, returns the nodes uncombined. Without `scales`, returns empty sums.
+  The sums are squared norms and inner products of the next level's nodes, scaled by 2^`scales`,
+  over the entries of this chunk. If `factors` is None, the nodes are not combined, and the sums are
+  those of `nodes`. If `scales` is None, the sums are empty.
   """
   dtype = _arrays.accumulator_dtype(chunk.layout.dtype)
-  # Block by block, the loop writes the result of a pair over the first node of the pair.
+  # `results` begins as the first node of each pair. The loop replaces it, block by block, by the
+  # adaptive sum of the pair.
   results = [] if factors is None else [node.astype(dtype) for node in nodes[::2]]
   size = (0 if scales is None else scales.shape[0], len(results) or len(nodes))
 
@@ -168,7 +173,11 @@ def _pass(
 
 
 def _mean_nearby(x: jax.Array, axes: tuple[str, ...], size: int) -> jax.Array:
-  """Averages `x` over the devices of `axes`; returns this device's slice along the first axis."""
+  """Returns the mean of `x` over the devices of `axes`, a different slice on each device.
+
+  The first axis of `x` has `size` entries, one for each of these devices. Device number d gets only
+  entry d of the mean.
+  """
   # Gradients are divided before they are summed, so that sums of large gradients don't overflow.
   # In float16 small quotients would underflow, so the sums are divided instead.
   divides_first = jnp.finfo(x.dtype).maxexp >= jnp.finfo(jnp.float32).maxexp

@@ -24,7 +24,10 @@ _WINDOWS = ("cumsum", "cummax", "cumprod", "sort", "rev", "reduce_window")
 
 
 def mark_norm(x: jax.Array, path: str) -> jax.Array:
-  """Returns `x`, a normalization's result, whose node in the graph will be a "norm" at `path`."""
+  """Marks and returns `x`, the result of a normalization, so that the graph gets a node "norm".
+
+  `path` is the path of the normalization's module, which becomes the path of the node.
+  """
   return checkpoint_name(x, _MARK + path)
 
 
@@ -50,8 +53,9 @@ class DataGraph:
       gate = node.inputs[0]
       for operand in node.inputs:
         self.ancestors[n] |= self.ancestors[operand] | 1 << operand
-        # Goes from `gate` and from `operand` back, gate by gate, until both are the same node. A
-        # gate has a smaller number than its node, so the larger of the two goes back first.
+        # `gate` is the gate of n for the operands before `operand`. In each round, the later of the
+        # nodes `gate` and `operand` is replaced by its own gate, which comes before it. The loop
+        # ends at the last gate that both have in common.
         while gate != operand:
           gate, operand = self.gate[max(gate, operand)], min(gate, operand)
       self.gate[n] = gate
@@ -112,9 +116,11 @@ def is_abstract(leaf: _types.Unchecked) -> bool:
 def on_arrays(
   function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Callable[..., Any], list[Any]]:
-  """Returns a function ``call`` of arrays, and the arrays that `args` and `kwargs` hold.
+  """Separates arrays from other arguments; returns a function ``call``, and the list of arrays.
 
-  ``call(first, *arrays)`` returns ``function(*first, *args, **kwargs)`` with `arrays` filled in.
+  The list has the arrays in `args` and `kwargs`. ``call(first, *arrays)`` returns
+  ``function(*first, *args, **kwargs)``, with `arrays` in place of the arrays in `args` and
+  `kwargs`.
   """
   leaves, structure = jax.tree.flatten((args, kwargs))
   arrays = {i: leaf for i, leaf in enumerate(leaves) if is_abstract(leaf)}
@@ -135,7 +141,10 @@ class _Value(NamedTuple):
 
 
 class _Follower(_jaxpr.Interpreter[_Value]):
-  """Appends a node to `nodes` for each operation on the data; follows one iteration of a loop."""
+  """Walks over a traced program, and appends a node to `nodes` for each operation on the data.
+
+  Of a loop, the operations of one iteration become nodes.
+  """
 
   def __init__(self, nodes: list[Node]):
     self._nodes = nodes
@@ -167,7 +176,10 @@ class _Follower(_jaxpr.Interpreter[_Value]):
 
 
 def _follow(closed: _types.Jaxpr, paths: Sequence[str], data: int) -> DataGraph:
-  """Returns the graph of input number `data`; the first inputs are the params at `paths`."""
+  """Returns the graph of the operations on one input of a traced program.
+
+  `data` is the number of this input. The first inputs of the program are the params at `paths`.
+  """
   values = [_Value(params=(path,)) for path in paths]
   values += [_Value()] * (len(closed.jaxpr.invars) - len(paths))
   values[data] = _Value(0)

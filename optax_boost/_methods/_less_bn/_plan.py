@@ -2,8 +2,8 @@
 
 A residual block ends in an addition ``a + b`` whose operands are computed from one earlier value.
 The operations that compute `a` are one side of the block, the operations that compute `b` the other
-side. A side with at most one layer, and fewer than the opposite side, is the block's shortcut. Any
-other side is a branch.
+side. A side is the block's shortcut if it has at most one layer with weights, and fewer layers than
+the opposite side. Any other side is a branch.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -74,7 +74,11 @@ def make_plan(
   predicate: Predicate | None,
   on_plan: PlanCallback | None,
 ) -> Plan:
-  """Checks the arguments of ``less_bn``, traces the model with `trace`, and returns the plan."""
+  """Checks the arguments of ``less_bn``, traces the model, and returns the plan.
+
+  ``trace(args, kwargs)`` traces the model for the inputs `args` and `kwargs`. The other arguments
+  are those of ``less_bn``.
+  """
   _checks.check_bool("fn_flag", fn_flag)
   _checks.check_callable(
     "predicate", predicate, "predicate(place: NormPlace) -> bool", optional=True
@@ -119,8 +123,9 @@ def _is_removed_by_default(place: NormPlace) -> bool:
 def _find_places(graphs: Sequence[_data_graph.DataGraph]) -> dict[str, NormPlace]:
   """Returns the place of each BatchNorm, by path.
 
-  If an input passes a BatchNorm several times, the role is "inner" only if it is so each time. Of
-  several inputs, the first counts for which the BatchNorm is not "outside".
+  There is a graph for each input of the model. If an input passes a BatchNorm several times, the
+  BatchNorm has the role "inner" only if it has this role in each pass. If the model has several
+  inputs, the first input counts for which the BatchNorm has another role than "outside".
   """
   places: dict[str, NormPlace] = {}
   for graph in graphs:

@@ -7,7 +7,7 @@ turn t each lane tries source number t. So a step takes as many turns as the lar
 entries with a recommendation.
 
   n, m     entries of a vector, vectors
-  P        most lanes of a vector
+  P        the number of lanes of a vector if its subsets have the smallest size
   W        words of 32 bits that hold a set of entries of a lane: entry 32 w + b is bit b of word w
   base     (P, 1), the row of a lane's first entry; the other entries are in the rows after it
 
@@ -18,7 +18,9 @@ An entry is *live* until it has moved or has been a source. Each turn updates th
   up to i are cleared. This takes a few instructions for 32 entries, and no loop.
 - `above` and `below` are a doubly linked list of the live entries of each vector. Entries that
   leave the list keep their links, so the links of a cycle's entries point along the cycle.
-- `donor` is the entry whose weight an entry receives, if the entry's link names another one.
+- `donor` has the exceptions: an entry in a cycle that wants to increase receives the weight of the
+  entry in `above`, an entry that wants to decrease that of the entry in `below`. If an entry
+  receives another weight, `donor` names the entry that gives this weight.
 
 A worked example, a single lane with epsilon 2.5. A negative recommendation m means that the weight
 wants to increase:
@@ -33,13 +35,13 @@ Sources are tried by falling |m|, of equal ones the last first: 4, 3, 0, 2, 5, 1
            1, so 3 and 4 exchange their weights. Both leave the list, which links 2 and 5.
   turn 1   Source 3 is no longer live.
   turn 2   Source 0 wants to increase. The nearest live entry of `down` above 0 is 2, at a distance
-           of 2. Entry 1 is live and between them, so it joins. In the cycle 0, 1, 2 an entry
-           receives the weight of the next, as `above` says; 2 receives the weight of 0, as `donor`
-           says.
+           of 2. Entry 1 is live and between them, so it joins the cycle 0, 1, 2. By `above`, 0
+           receives the weight of 1, and 1 the weight of 2. By `donor`, 2 receives the weight of 0.
   turn 3   Source 2 is no longer live.
   turn 4   Source 5 finds no live entry of `up` below it. It leaves the list and keeps its weight.
 
-This is the closed form of the search, which holds if the weights between the ends are distinct.
+The weights of the example are distinct. So each cycle has the closed form that the docstring of
+`_sgperm` describes, and the search never turns back. The code gives the same result:
 
   >>> def received(weights, momentum):
   ...   n = len(weights)
@@ -50,10 +52,11 @@ This is the closed form of the search, which holds if the weights between the en
   >>> received([1, 2, 3, 4, 5, 6], [-3, -1, 2, -4, 5, 1])
   [1, 2, 0, 4, 3, 5]
 
-With equal weights the path may turn back, since an entry that wants to decrease cannot receive an
-equal weight. For lanes with such a path, a loop within the turn runs the published depth-first
-search (:class:`_Walk`). Here source 2 cannot step to entry 1, so it steps to entry 0. From there
-the search goes to entry 1, is stuck, returns to entry 0, and closes the cycle of 2 and 0:
+If weights in a cycle are equal, the search may have to turn back, since an entry that wants to
+decrease cannot receive an equal weight. For lanes with such a cycle, a loop within the turn runs
+the published depth-first search (:class:`_Walk`). In the next example, source 2 cannot step to
+entry 1, so it steps to entry 0. From entry 0 the search goes to entry 1, is stuck, returns to entry
+0, and closes the cycle of 2 and 0:
 
   >>> received([1, 2, 2], [-1, 1, 2])
   [2, 1, 0]
@@ -85,7 +88,8 @@ def permute(work: _host_search.Work, *, sizes: tuple[int, int], remainder: bool)
   `sizes` are the smallest and the largest size of subsets in all steps. `remainder` says whether
   the last subset of a vector, which may be smaller, takes part.
   """
-  # Sets (W, P, m) meet flags (P, m), which needs rank promotion; users may have forbidden it.
+  # Sets (W, P, m) are combined with flags (P, m), which needs rank promotion. Rank promotion is
+  # allowed here, since users may have forbidden it.
   with jax.numpy_rank_promotion("allow"):
     return _permute(work, sizes, remainder)
 
@@ -121,10 +125,11 @@ def _permute(work: _host_search.Work, sizes: tuple[int, int], remainder: bool) -
 
 
 def _edges(n: int, least: int, most: int) -> list[int]:
-  """Returns the edges of bands of subset sizes; each band has a search with its own shapes.
+  """Returns the edges of the bands into which the sizes of subsets are divided.
 
-  Small subsets need many lanes, large subsets many words. One search with many lanes and many words
-  would take several times as long.
+  Sizes go from `least` to `most`, in vectors of `n` entries. Each band has a compiled search with
+  its own shapes: small subsets need many lanes, and large subsets need many words. A single search
+  for all sizes would have many lanes and many words, and take several times as long.
   """
   small = -(-n // least) * -(-most // 32) <= _FEW_WORDS
   bands = 1 if small else min(_BANDS, max(1, math.ceil(math.log(most / least, 1.5))))
@@ -132,7 +137,12 @@ def _edges(n: int, least: int, most: int) -> list[int]:
 
 
 def _by_subset_and_weight(weights: jax.Array, order: jax.Array, size: jax.Array) -> jax.Array:
-  """Returns the positions of each vector sorted by subset, rising weight, and place in `order`."""
+  """Returns the positions in each vector, sorted by subset and, in a subset, by rising weight.
+
+  `order` holds the shuffled entries, as in :class:`_host_search.Work`, and `size` is the number of
+  entries in a subset. Equal weights keep the order that they have in `order`, or in the vector if
+  `order` has shape (n,).
+  """
   whole = size == len(weights)
   if order.ndim == 1:
     label = jnp.where(whole, 0, _sorting.inverse(order) // size)
@@ -152,13 +162,20 @@ def _ranges(weights: jax.Array) -> jax.Array:
 
 
 def _rounded(x: jax.Array, dtype: _types.Dtype) -> jax.Array:
-  """Returns `x` rounded to a dtype; XLA may leave out a cast to the dtype and back (XLA 18)."""
+  """Returns `x` rounded to a dtype, without a cast.
+
+  XLA may leave out a cast to the dtype and back, so that nothing would be rounded (XLA 18).
+  """
   info: Any = jnp.finfo(dtype)
   return jax.lax.reduce_precision(x, int(info.nexp), int(info.nmant))
 
 
 def _by_falling_size(sizes: jax.Array, subset: jax.Array, lanes: int) -> jax.Array:
-  """Returns each subset's entries by falling `sizes`; of equal sizes the last entry comes first."""
+  """Returns the row numbers (n, m), sorted by subset and, in a subset, by falling `sizes`.
+
+  `sizes` are the magnitudes of the recommendations. `subset` has the number of each row's subset,
+  which is below `lanes`. Of equal sizes the last row comes first.
+  """
   high = jnp.broadcast_to(jnp.flip(subset, 0)[:, None], sizes.shape).astype(jnp.uint32)
   index = _sorting.argsort(jnp.flip(-sizes, 0), high, (lanes - 1).bit_length())
   return sizes.shape[0] - 1 - index
@@ -186,9 +203,10 @@ def _any_member(members: jax.Array) -> jax.Array:
 
 
 def _nearest(members: jax.Array, up: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """Returns whether a set has members, and its lowest (if `up`) or highest member or 0.
+  """Returns whether each set has members, and its lowest member if `up`, else its highest.
 
-  With one word, and entries 2, 4 and 5 in the set:
+  For a set without members, the second result is 0. With one word, and entries 2, 4 and 5 in the
+  set:
 
   >>> members = jnp.array([0b110100], jnp.uint32)
   >>> [int(_nearest(members, jnp.array(up))[1]) for up in (True, False)]
@@ -219,9 +237,10 @@ class _Carry(NamedTuple):
 class _Walk(NamedTuple):
   """The state of the depth-first searches, one for each lane whose path may turn back.
 
-  A search takes the entries of its path out of the linked list, and puts them back when the path
-  goes back. As entries return in reverse order, the entries in the links of a returning entry are
-  neighbours then, and the entry is put between them ("dancing links").
+  A search takes an entry out of the linked list when its path reaches the entry, and puts the entry
+  back when the path goes back. Entries are put back in reverse order. So the two entries to which a
+  returning entry's links point are neighbours in the list again, and the returning entry is put
+  between these two ("dancing links").
   """
 
   carry: _Carry
@@ -258,7 +277,10 @@ class _Search:
     self.ties = sets[2] & ~self._only(jnp.zeros((lanes, self.m), jnp.int32))
 
   def _sets(self, flags: list[jax.Array], size: jax.Array) -> list[jax.Array]:
-    """Returns for each array of flags (n, m) the sets (W, P, m) of entries whose flag is True."""
+    """Returns for each array of flags (n, m) the sets (W, P, m) of entries whose flag is True.
+
+    There is one set for each lane. `size` is the number of entries in a lane.
+    """
     inner = jnp.arange(self.words * 32, dtype=jnp.int32).reshape(self.words, 32, 1)
     row = self.base[:, 0] + inner
     inside = ((inner < size) & (row < self.n))[..., None]
@@ -268,12 +290,17 @@ class _Search:
     return [jnp.sum(((rows >> k) & 1) << bit, axis=1, dtype=jnp.uint32) for k in range(len(flags))]
 
   def run(self, ranges: jax.Array, brackets: jax.Array) -> jax.Array:
-    """Runs the search; returns for each entry the entry whose weight it receives, (n, m)."""
+    """Runs the search; returns for each entry the entry whose weight it receives, (n, m).
+
+    `ranges` (m,) are the value ranges R of the vectors. `brackets` are those of
+    :class:`_host_search.Work`; their products with `ranges` are the epsilons.
+    """
     live = jax.lax.population_count(self.start_up | self.start_down)
     count = jnp.sum(live, axis=0, dtype=jnp.int32)
     dtype = _arrays.accumulator_dtype(self.dtype)
     product = ranges.astype(dtype) * brackets.astype(dtype)[count]
-    # XLA 18: rounded here, as XLA may leave out the rounding in a later sum.
+    # XLA 18: `_rounded` rounds the product. XLA could leave out a cast, and add the product
+    # unrounded in later sums.
     self.epsilon = _rounded(product, self.dtype).astype(self.values.dtype)
     rows = jax.lax.broadcasted_iota(jnp.int32, (self.n, self.m), 0)
     takes_part = self.is_up | self.is_down
@@ -294,7 +321,10 @@ class _Search:
     return jnp.where(end.donor >= 0, end.donor, linked)
 
   def _bit(self, q: jax.Array) -> jax.Array:
-    """Returns the number of entry `q`'s bit, counted from the first bit of each word."""
+    """Returns for each word the number of entry `q`'s bit, counted from the word's first bit.
+
+    The number is between 0 and 31 only in the word that has the bit.
+    """
     first = jnp.arange(self.words, dtype=jnp.int32) * 32
     return q[None] - first.reshape((-1,) + (1,) * q.ndim)
 
@@ -382,7 +412,12 @@ class _Search:
     ).carry
 
   def _step(self, walk: _Walk, source: jax.Array) -> _Walk:
-    """Moves the path of each searching lane by one entry: to the nearest within reach, or back."""
+    """Adds an entry to the path of each running search, or removes the last; returns the new state.
+
+    The new entry is the nearest entry within reach that the search has not visited. If there is
+    none, the last entry is removed. A search ends if the nearest entry is `source`, where its path
+    began, or if nothing is within reach of `source`.
+    """
     carry, entry, searching = walk.carry, walk.entry, walk.searching
     entry_q = entry - self.base
     entry_set = self._only(entry_q)

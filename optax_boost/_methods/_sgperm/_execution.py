@@ -41,11 +41,11 @@ def permute(
   """Permutes the movable leaves of the trees `moving`; returns the new trees.
 
   Args:
-    run: makes the step. ``run(layouts, args, moving, fixed)`` gets the layouts of the movable
-      leaves, and for each of these leaves a list of its arrays in `moving` and one in `fixed`. For
-      each leaf `run` returns the permuted arrays, in the shape of the results of
-      :meth:`_weight_vectors.Layout.fan_in_first` or :meth:`_weight_vectors.Layout.columns`. `run`
-      must not close over arrays.
+    run: permutes the movable leaves. It is called as ``run(layouts, args, moving, fixed)``, with
+      the layouts of the movable leaves. `moving` and `fixed` have for each of these leaves the list
+      of its arrays. `run` returns for each leaf the list of its permuted arrays, in the shapes that
+      :meth:`_weight_vectors.Layout.fan_in_first` or :meth:`_weight_vectors.Layout.columns` returns.
+      `run` must not close over arrays.
     args: further arrays for `run`.
     layouts: the layout of each leaf, also of leaves that are not movable.
     params: the leaves of the params. The results are sharded as these leaves are, since arrays of a
@@ -92,8 +92,10 @@ def together(
 ) -> list[Sequence[jax.Array]]:
   """Runs a kernel on all leaves; returns for each leaf the permuted arrays.
 
-  Leaves of the same dtypes and lengths of weight vectors share a run. On a mesh of several devices,
-  they must also have the same shapes and fan-in axes.
+  For each leaf, `moving` has the arrays that the kernel permutes, and `fixed` has the arrays that
+  it only reads. Leaves share a call of the kernel if their arrays have the same dtypes, and their
+  weight vectors the same length. On a mesh of several devices, they must also have the same shapes
+  and fan-in axes.
   """
   columns = [
     [lay.fan_in_first(x) for x in (*moving_arrays, *fixed_arrays)]
@@ -125,7 +127,11 @@ def together(
 
 
 def _batches(leaves: Sequence[int], sizes: Sequence[int], most: int) -> list[list[int]]:
-  """Returns batches of leaves with at most `most` weights each; a larger leaf is a whole batch."""
+  """Divides leaves into batches of at most `most` weights; returns each batch's leaf numbers.
+
+  `leaves` are the numbers of the leaves, and `sizes` their numbers of weights. A leaf with more
+  than `most` weights is a batch by itself.
+  """
   batches: list[list[int]] = []
   total = 0
   for leaf, size in zip(leaves, sizes, strict=True):
@@ -143,13 +149,21 @@ def gather(arrays: Sequence[jax.Array], source: jax.Array) -> list[jax.Array]:
 
 
 def _on_cpu(x: jax.Array) -> bool:
-  """Returns whether a CPU will run the program: a device of the array's mesh or JAX's default."""
+  """Returns whether a CPU will run the program.
+
+  If `x` is on a mesh, the mesh says which kind of device runs the program. Otherwise JAX's default
+  device is assumed.
+  """
   device = getattr(jax.typeof(x).sharding.mesh, "abstract_device", None)
   return (getattr(device, "platform", None) or jax.default_backend()) == "cpu"
 
 
 def _in_blocks(kernel: Kernel, arrays: Sequence[jax.Array], moving: int) -> Sequence[jax.Array]:
-  """Applies a kernel to arrays (n, vectors) in blocks of vectors; returns the permuted arrays."""
+  """Runs a kernel on a few columns at a time, to limit scratch memory; returns the new arrays.
+
+  `arrays` (n, vectors) are the kernel's arguments. The kernel permutes the first `moving` of them
+  and only reads the others.
+  """
   # A kernel needs scratch memory of ten to twenty times the size of its weights, so a block has
   # only as many vectors as keep a device busy, or as fit into the cache of a CPU. On several
   # devices there are no blocks, since vectors may be sharded over the devices.
@@ -178,10 +192,12 @@ def _across_devices(
   axes: int,
   mesh: jax.sharding.AbstractMesh,
 ) -> list[Sequence[jax.Array]]:
-  """Applies a kernel to sharded leaves, and exchanges data between devices before and after.
+  """Stacks leaves that may be sharded over `mesh`, and applies a kernel to the stacks.
 
-  `leaves` has for each argument of the kernel the arrays of all leaves, with `axes` fan-in axes
-  before the output axes. Returns for each permuted array a list over the leaves.
+  Devices exchange data before the kernel runs, so that each weight vector is whole on one device,
+  and again after the kernel has run. `leaves` has for each argument of the kernel the list of all
+  leaves' arrays. An array has `axes` fan-in axes before its output axes. Returns for each permuted
+  array the list over all leaves.
   """
   first = leaves[0][0]
   joined = _exchanged(leaves, axes, mesh, _hint(first, axes, mesh.size))
@@ -205,9 +221,11 @@ def _exchanged(
   mesh: jax.sharding.AbstractMesh,
   hint: jax.Array | None = None,
 ) -> list[jax.Array]:
-  """Stacks arrays on a new axis after the fan-in axes, and makes fan-in axes whole on each device.
+  """Stacks the arrays of each list in `stacks`; returns the stacks, with fan-in axes not sharded.
 
-  Arrays of the same item size are packed into one array, so that one exchange moves them all.
+  The new axis comes after the first `axes` axes, the fan-in axes. Lists of the same item size are
+  packed into one array, so that one exchange between the devices moves them all. `hint`, a result
+  of :func:`_hint`, makes the compiler shard the output axes instead.
   """
   cast = jax.lax.bitcast_convert_type
   exchanged: list[Any] = [None] * len(stacks)
@@ -229,8 +247,10 @@ def _exchanged(
 def _hint(floats: jax.Array, axes: int, devices: int) -> jax.Array | None:
   """Returns an array of False, one for each output, sharded as the longest fan-in axis of `floats`.
 
-  Under ``jit`` no code can read shardings, but an operation on this array and the outputs makes the
-  compiler shard both alike. Returns None if the fan-in axis can't be cut into shards.
+  An operation on this array and the outputs makes the compiler shard the outputs as this array is.
+  The array is computed from `floats`, since under ``jit`` no code can read the sharding of
+  `floats`. Returns None if the fan-in axis and the first output axis can't be cut into the same
+  number of shards.
   """
   fan_in = int(np.argmax(floats.shape[:axes]))
   length, outputs = floats.shape[fan_in], math.prod(floats.shape[axes : axes + 1])
@@ -238,7 +258,8 @@ def _hint(floats: jax.Array, axes: int, devices: int) -> jax.Array | None:
   if shards == 1:
     return None
   split = floats.reshape(*floats.shape[:fan_in], shards, -1, *floats.shape[fan_in + 1 :])
-  # XLA 19: `x > inf` is always False, but XLA can't know that, so the sharding is passed on.
+  # XLA 19: `split > inf` is always False, but XLA can't know that. So XLA computes `never` from
+  # `split`, and shards `never` as it shards the fan-in axis.
   never = jnp.any(split > jnp.inf, axis=[axis for axis in range(split.ndim) if axis != fan_in])
   spread = jnp.broadcast_to(never[:, None], (shards, outputs // shards))
   return spread.reshape(-1, *[1] * (floats.ndim - axes - 1))
@@ -247,8 +268,9 @@ def _hint(floats: jax.Array, axes: int, devices: int) -> jax.Array | None:
 def auto_sharded(function: Callable[..., Any], like: _types.Tree) -> Callable[..., Any]:
   """Wraps `function` so that the compiler chooses the shardings inside, even on Explicit axes.
 
-  There JAX would need a sharding for each sort and gather. `function` must not close over arrays.
-  Results are sharded as the arrays in `like`, a tree with the structure of the results.
+  Without this, code on Explicit axes would have to name a sharding for each sort and gather. The
+  results are sharded as the arrays in `like`, a tree with the structure of the results. `function`
+  must not close over arrays.
   """
 
   def call(*args: Any) -> Any:
@@ -280,5 +302,6 @@ def sharded_like(old: jax.Array, new: jax.Array, floats: jax.Array) -> jax.Array
   Under ``jit`` no code can read the sharding of `old`, and the result of a sort or a gather has
   none. But the compiler gives both operands of ``jnp.where`` the same sharding.
   """
-  # XLA 19: `x > inf` is always False, but XLA can't know that, so the sharding is passed on.
+  # XLA 19: `floats > inf` is always False, so the result is `new`. But XLA can't know that, and
+  # shards the result as `old`.
   return jnp.where(floats > jnp.inf, old, new)

@@ -108,7 +108,11 @@ def permute(work: Work, *, remainder: bool) -> np.ndarray:
 
 
 def _run_search(weights: np.ndarray, *arrays: np.ndarray) -> np.ndarray:
-  """Runs `_search`, compiled if numba is installed; returns the entry each weight comes from."""
+  """Runs `_search`; returns for each entry the entry whose weight it receives.
+
+  `weights` and `arrays` are the first five arguments of `_search`. If numba is installed, the
+  search is compiled.
+  """
   total = len(weights)
   if have_numba():
     links = np.arange(total)
@@ -156,7 +160,10 @@ def _search(
   path: Entries,  # scratch, as is `cursor`
   cursor: Entries,
 ) -> None:
-  """Writes the cycles of all subsets to `source`; the entries of a subset rise by weight."""
+  """Finds the cycles of all subsets, and writes to `source` whose weight each entry receives.
+
+  Entries are numbered through all subsets. The entries of a subset are sorted by rising weight.
+  """
   for group in range(len(epsilon)):
     first, last = starts[group], starts[group + 1]
     reach = epsilon[group]

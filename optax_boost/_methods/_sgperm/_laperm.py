@@ -200,7 +200,12 @@ def _synchronize(
   weights: list[optax.Params],
   params: list[jax.Array],
 ) -> tuple[list[jax.Array], list[optax.Params]]:
-  """Returns updates to the permutation nearest to ``params + steps``, and the new `weights`."""
+  """Makes a synchronization; returns the updates of the leaves, and the new `weights`.
+
+  The updates lead from `params` to the permutation nearest to ``params + steps``, where `steps` are
+  the updates of the inner optimizer. `weights` are `permuted_params` and `permutation` of the
+  state.
+  """
   trained = optax.apply_updates(params, steps)
   moved = _execution.permute(_to_nearest, (), layouts, params, weights, [trained])
   return list(map(_weight_vectors.difference, steps, params, jax.tree.leaves(moved[0]))), moved

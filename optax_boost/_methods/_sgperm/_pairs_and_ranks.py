@@ -39,7 +39,10 @@ def targets(weights: jax.Array, momentum: jax.Array, alpha: jax.Array) -> jax.Ar
 
 
 def pairs(weights: jax.Array, target: jax.Array, bits: jax.Array) -> jax.Array:
-  """Runs a round of "pairs" per random number; returns the position that each weight comes from."""
+  """Runs the rounds of "pairs"; returns for each position the position whose weight it receives.
+
+  `target` holds the targets t. `bits` has a random number for each round.
+  """
   n = weights.shape[0]
   shifts = (bits % n).astype(jnp.int32)
   place_bits = (n - 1).bit_length()
@@ -57,8 +60,8 @@ def pairs(weights: jax.Array, target: jax.Array, bits: jax.Array) -> jax.Array:
     swaps |= (partner_weight < weight) & (partner_target > target)
     return [jnp.where(swaps, y, x) for x, y in zip(moved, partners, strict=True)]
 
-  # A round takes the time of moving its arrays, so a weight and its place are packed into one
-  # integer if enough bits remain to compare the weights of a vector.
+  # Most of a round's time goes into moving arrays. So a weight and the place that it comes from are
+  # packed into one integer, unless the place leaves fewer than `_LEAST_BITS` bits for the weight.
   if 32 - place_bits < _LEAST_BITS:
     return jax.lax.fori_loop(0, len(bits), swap, [weights, places])[1]
   packed = (_levels(weights, 32 - place_bits) << place_bits) | places

@@ -195,7 +195,11 @@ def _on_this_host(x: jax.Array) -> np.ndarray:
 
 
 def _aligned(tree: optax.Params, params: optax.Params) -> list[Any]:
-  """Returns one leaf of `tree` per leaf of `params`; raises ValueError if the trees differ."""
+  """Returns for each leaf of `params` the leaf of `tree` that has the same path.
+
+  If the method does not permute a leaf, ``optax.MaskedNode()`` is returned for the leaf. Raises
+  ValueError if the trees differ in other leaves.
+  """
   leaves = _masks.leaves_like(tree, params)
   if leaves is None:
     raise ValueError(
@@ -206,7 +210,11 @@ def _aligned(tree: optax.Params, params: optax.Params) -> list[Any]:
 
 
 def _permuted(name: str, start: jax.Array, index: jax.Array) -> jax.Array:
-  """Returns the leaf `start` permuted by `index`; raises ValueError if this is no permutation."""
+  """Returns ``ravel(start)[index]``; raises ValueError if `index` is not a permutation.
+
+  `start` is the initial leaf, and `name` its path for error messages. A masked leaf, or a leaf with
+  a masked `index`, is returned unchanged.
+  """
   if _masks.is_masked(start) or _masks.is_masked(index):
     return start
   integers = jnp.issubdtype(jnp.result_type(index), jnp.integer)
@@ -218,13 +226,19 @@ def _permuted(name: str, start: jax.Array, index: jax.Array) -> jax.Array:
     )
   check_indices(index, jnp.size(start), "permutation", name)
   if not jnp.size(start):
-    # XLA 20: JAX fails to gather from an empty leaf on Explicit axes of a mesh that is not set.
+    # XLA 20: an empty leaf is copied, since JAX fails to gather from an empty leaf on Explicit axes
+    # of a mesh that is not set.
     return jnp.array(start)
   return _execution.auto_sharded(lambda x, i: jnp.ravel(x)[i], start)(start, index)
 
 
 def check_indices(index: jax.Array, size: int, argument: str, name: str) -> None:
-  """Raises ValueError unless each column of `index` has 0 to `size` - 1 once; skips tracers."""
+  """Raises ValueError unless each column of `index` holds each number from 0 to `size` - 1 once.
+
+  `index` is read as a matrix with `size` rows. The error message names `argument`, the argument
+  that holds `index`, and the leaf `name`. Tracers, and arrays of which other processes hold a part,
+  are not checked.
+  """
   if isinstance(index, jax.core.Tracer) or not size or not _placement.is_whole_here(index):
     return
   columns = np.sort(np.asarray(index).reshape(size, -1), axis=0)
@@ -252,7 +266,12 @@ def _read(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
 
 
 def _decoded(arrays: dict[str, np.ndarray], name: str, leaf: jax.Array) -> tuple[Any, Any]:
-  """Returns a leaf's values and permutation, from its initial values and the arrays in a file."""
+  """Returns the values and the permutation of a leaf that was saved in a file.
+
+  `arrays` are the arrays in the file, `name` is the leaf's path, and `leaf` has its initial values.
+  If the leaf was not permuted, its permutation is ``optax.MaskedNode()``. Raises ValueError if the
+  training did not start from the values of `leaf`.
+  """
   start, sharding = _on_this_host(leaf), jnp.asarray(leaf).sharding
   values = arrays.get(f"values/{name}")
   if values is not None and values.shape == start.shape:
@@ -261,8 +280,8 @@ def _decoded(arrays: dict[str, np.ndarray], name: str, leaf: jax.Array) -> tuple
   if axes is not None and all(axis < start.ndim for axis in axes):
     ranks, first = arrays[f"ranks/{name}"], _columns(_bits(start), axes)
     if ranks.shape == first.shape:
-      # Ranks don't tell which of several equal values an entry had, so `permutation` keeps equal
-      # values in their order. Any order would give the same params.
+      # If initial values are equal, ranks don't tell which of them an entry received. So equal
+      # values are taken in the order of the initial leaf; any other order gives the same params.
       entries = _columns(np.arange(start.size, dtype=np.int32).reshape(start.shape), axes)
       by_rank = np.argsort(ranks, axis=0, kind="stable")
       by_start = np.argsort(first, axis=0, kind="stable")

@@ -6,8 +6,10 @@ r"""The schedules of SGPerm, in double precision whatever the device computes in
   alpha        how far a weight may move, as a share of the range of its vector
   lamda        the size of a subset, as a share of its vector
 
-``floor(lamda n)`` and ``alpha + 1 / k`` are as in float64. If the numbers are known when the
-transformation is built, Python computes a table of alpha and lamda, which the steps look up.
+Python computes a table of alpha and lamda in float64, which the steps look up. So the size of a
+subset, ``floor(lamda n)``, and the bound on a change, ``alpha + 1 / k``, have the precision of
+float64. There is no table if an argument is an array of ``optax.inject_hyperparams``, whose value
+is not known before the steps run. Then the device computes alpha and lamda in its own precision.
 """
 
 from collections.abc import Callable
@@ -33,7 +35,10 @@ def as_float(value: jax.typing.ArrayLike) -> Any:
 def _run_recurrence(
   alpha: float, lamda: float, beta1: float, beta2: float, alpha_min: float, lamda_max: float
 ) -> list[tuple[float, float]]:
-  """Returns alpha and lamda of each step until they stay the same, of at most `_LONGEST` steps."""
+  """Returns alpha and lamda of each step, up to the step after which neither changes.
+
+  Returns only the first `_LONGEST` steps if alpha or lamda still changes after these steps.
+  """
   values: list[tuple[float, float]] = []
   while len(values) < _LONGEST:
     alpha, lamda = max(beta1 * alpha, alpha_min), min(beta2 * lamda, lamda_max)
@@ -70,16 +75,19 @@ class Schedules:
     alpha, lamda, beta1, beta2, alpha_min, lamda_max = numbers
     steps = (count + 1).astype(alpha.dtype)
     alpha, lamda = beta1**steps * alpha, beta2**steps * lamda
-    # If the first step clips lamda and beta2 is below 1, lamda falls from its bound.
+    # If lamda starts above lamda_max, the first step lowers it to lamda_max. If beta2 is below 1,
+    # each later step multiplies this bound by beta2.
     bound = lamda_max * jnp.minimum(beta2 ** (steps - 1), 1)
     return jnp.maximum(alpha, alpha_min), jnp.minimum(lamda, bound)
 
   def _at(
     self, count: _types.IntScalar, table: np.ndarray, later: Callable[[], jax.Array]
   ) -> jax.Array:
-    """Returns the table's value in step `count`, or ``later()`` if there is no table.
+    """Returns the value in step `count`: from `table`, or from ``later()``.
 
-    Beyond the table, returns the last value, or ``later()`` if the table has only the first steps.
+    ``later()`` computes the value on the device. It is used if there is no table, and in steps
+    after the table's end if the value still changes there. If the value no longer changes, the
+    table's last value is returned in these steps.
     """
     if not self._known:
       return jnp.asarray(later())
@@ -91,11 +99,18 @@ class Schedules:
     return self._at(count, self._alphas.astype(jnp.zeros([]).dtype), lambda: self._later(count)[0])
 
   def lamda(self, count: _types.IntScalar) -> _types.FloatScalar:
-    """Returns lamda in step `count`, rounded to the device's precision; `size` doesn't round it."""
+    """Returns lamda in step `count`, rounded to the device's precision.
+
+    The method `size` does not use this rounded lamda.
+    """
     return self._at(count, self._lamdas.astype(jnp.zeros([]).dtype), lambda: self._later(count)[1])
 
   def size(self, count: _types.IntScalar, length: int, least: int) -> _types.IntScalar:
-    """Returns the size of subsets in step `count`, at least `least`, for vectors of `length`."""
+    """Returns how many entries a subset has in step `count`.
+
+    Weight vectors have `length` entries. A subset has at least `least` entries, or the whole vector
+    if the vector is shorter.
+    """
     table = np.floor(self._lamdas * length).astype(np.int32)
 
     def later() -> jax.Array:
@@ -104,7 +119,10 @@ class Schedules:
     return jnp.clip(self._at(count, table, later), min(least, length), length)
 
   def sizes(self, length: int, least: int) -> tuple[int, int]:
-    """Returns the smallest and the largest size that a subset has in any step."""
+    """Returns the smallest and the largest size that a subset may have in any step.
+
+    `length` and `least` are as in :meth:`size`.
+    """
     if not self._known:
       return min(least, length), length
     lamda_max = self._numbers[5]

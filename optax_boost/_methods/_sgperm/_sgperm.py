@@ -11,10 +11,11 @@ A step divides w into random subsets of floor(lamda n) weights. In each subset, 
 falling |m|, it makes the nearest cycle of moves in which each weight moves as recommended and by at
 most epsilon. A weight moves at most once per step.
 
-The nearest cycle is the one that SGPerm.py finds, the program of arXiv:2003.02570, down to ties and
-roundings. With distinct weights the cycle has a closed form: a weight that wants to increase, the
-nearest larger weight that wants to decrease, and all weights between the two, if all moves are
-within epsilon. A weight that wants to decrease starts the mirror image of such a cycle.
+SGPerm.py is the program of the paper, arXiv:2003.02570. The nearest cycle is the cycle that
+SGPerm.py finds, even if weights are equal or sums are rounded. If the weights are distinct, the
+cycle has a closed form: a weight that wants to increase, the nearest larger weight that wants to
+decrease, and all weights between the two, if all moves are within epsilon. A weight that wants to
+decrease starts the mirror image of such a cycle.
 """
 
 from collections.abc import Sequence
@@ -284,7 +285,10 @@ class _Sgperm:
   def _new_momentum(
     self, updates: optax.Updates, momentum: optax.Updates
   ) -> tuple[optax.Updates, _types.BoolScalar]:
-    """Returns the new momentum (the old one where not finite); whether a gradient is not finite."""
+    """Returns the new momentum, and whether an entry of a gradient is not finite.
+
+    An entry keeps its old momentum if its gradient or its new momentum is not finite.
+    """
 
     def add(g: jax.Array, m: jax.Array) -> jax.Array:
       new = (self.momentum_lr * g.astype(m.dtype) + self.momentum * m).astype(m.dtype)
@@ -300,9 +304,11 @@ class _Sgperm:
     weights: Sequence[Sequence[jax.Array]],
     fixed: Sequence[Sequence[jax.Array]],
   ) -> list[Sequence[jax.Array]]:
-    """Returns the new weights, permutation and, with ``method="rank"``, ranks of each leaf.
+    """Makes a step; returns for each leaf its new arrays, as `_execution.permute` expects.
 
-    `weights` has these arrays before the step; `fixed` has the momentum and `partitions`, if given.
+    `weights` has for each leaf the arrays before the step: weights, permutation and, with
+    ``method="rank"``, ranks. `fixed` has the momentum and, if given, `partitions`. `args` are the
+    number of the step, the raw key, and whether the state's ranks are not valid.
     """
     count, key, unranked = args
     bits = self._random_bits(count, key, layouts)
@@ -403,7 +409,11 @@ def _called_back(works: list[_host_search.Work], remainder: bool) -> list[jax.Ar
 
 
 def _permute_on_host(works: list[_host_search.Work], *, remainder: bool) -> list[np.ndarray]:
-  """Returns `_host_search.permute` of each leaf; ``vmap`` may put axes before (n, vectors)."""
+  """Makes the exact step for each leaf; returns for each position where its weight comes from.
+
+  Under ``vmap``, arrays have further axes before (n, vectors); each index of these axes is one
+  step. `remainder` is passed on to `_host_search.permute`.
+  """
   results = []
   for work in works:
     arrays = jax.tree.map(np.asarray, work)
@@ -420,7 +430,11 @@ def _orders_to_replay(
   updates: optax.Updates,
   layouts: list[_weight_vectors.Layout],
 ) -> list[list[jax.Array]]:
-  """Returns a list of one list, the leaves of `partitions` in the params' shapes, or no list."""
+  """Returns ``[leaves]``, the leaves of `partitions` in the shapes of the params' leaves.
+
+  Returns [] if `partitions` is None. Raises ValueError if `partitions` do not fit the params, whose
+  tree structure is that of `updates`.
+  """
   if partitions is None:
     return []
   structure: _types.TreeDef = jax.tree.structure(updates)

@@ -89,14 +89,21 @@ def _index_bits(x: jax.Array) -> int:
 
 
 def _sortable(x: jax.Array) -> jax.Array:
-  """Returns uint32 numbers that sort like the floats `x`, of at most 32 bits; -0 counts as 0."""
+  """Returns uint32 keys that have the same order as the floats `x`.
+
+  The floats have at most 32 bits. -0.0 gets the same key as 0.0.
+  """
   single = x.astype(jnp.float32)
   bits = jax.lax.bitcast_convert_type(jnp.where(single == 0, 0, single), jnp.uint32)
   return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
 
 
 def _bits(low: jax.Array, high: jax.Array | None, start: int, number: int) -> jax.Array:
-  """Returns `number` bits from bit `start` on of the keys whose words are `high` and `low`."""
+  """Returns a digit of each key: its `number` bits from bit `start` on.
+
+  A key is the word `low`, with the word `high` in front of it unless `high` is None. Bit 0 is the
+  last bit of `low`.
+  """
   bits = low >> start if start < 32 else jnp.zeros_like(low)
   if high is not None and start + number > 32:
     bits |= high << (32 - start) if start < 32 else high >> (start - 32)
@@ -104,7 +111,10 @@ def _bits(low: jax.Array, high: jax.Array | None, start: int, number: int) -> ja
 
 
 def _sort_by_digit(digits: jax.Array, index_bits: int) -> tuple[jax.Array, jax.Array]:
-  """Returns the sorted digits, and their stable argsort, along axis 0."""
+  """Sorts digits along axis 0; returns the sorted digits, and the stable argsort of the digits.
+
+  An index along axis 0 needs `index_bits` bits, and a digit has at most the other bits of 32.
+  """
   rows = jax.lax.broadcasted_iota(jnp.uint32, digits.shape, 0)
   packed = jax.lax.sort((digits << index_bits) | rows, dimension=0, is_stable=False)
   index = packed & jnp.uint32((1 << index_bits) - 1)
@@ -114,8 +124,10 @@ def _sort_by_digit(digits: jax.Array, index_bits: int) -> tuple[jax.Array, jax.A
 def _exchange(digits: jax.Array, keys: jax.Array, index: jax.Array) -> tuple[jax.Array, jax.Array]:
   """Exchanges neighbours of equal digits whose keys are out of order, for some rounds.
 
-  Returns the new index, and whether all keys are in order. Rounds compare pairs that start in even
-  rows and pairs that start in odd rows by turns, so no entry is in two pairs.
+  `digits` are sorted along axis 0; `keys` and `index` are the key and the index of each digit.
+  Returns the new `index`, and whether all keys are in order. There are at most `_EXCHANGES` rounds.
+  In even rounds the first of two compared neighbours is in an even row, in odd rounds in an odd
+  row. So no entry is in two pairs of a round.
   """
   rows = jax.lax.broadcasted_iota(jnp.int32, keys.shape, 0)
   same_digit = (digits == jnp.roll(digits, -1, 0)) & (rows < len(keys) - 1)

@@ -1,4 +1,4 @@
-"""Cuts leaves into weight vectors, columns of the weights that lead into one output."""
+"""Cuts leaves into weight vectors: each vector holds the weights that lead into one output."""
 
 import dataclasses
 import math
@@ -95,9 +95,11 @@ class Layouts:
     self._layouts = _trees.once_per_tree(layouts)
 
   def for_init(self, params: optax.Params) -> list[Layout]:
-    """Returns the layouts of all leaves in ``init``, where `layers` of ``update`` are not known.
+    """Returns the layouts of all leaves for ``init``.
 
-    Raises ValueError if permuted weights are not finite; traced weights are not checked.
+    These layouts follow from the arguments of the factory alone, since ``init`` has no argument
+    `layers`. Raises ValueError if a leaf is not finite; excluded leaves and tracers are not
+    checked.
     """
     layouts: list[Layout] = self._layouts(params, self._layers)
     for lay, x in zip(layouts, jax.tree.leaves(params), strict=True):
@@ -112,9 +114,10 @@ class Layouts:
   def for_update(
     self, permuted_params: optax.Params, params: optax.Params, layers: _types.Unchecked
   ) -> list[Layout]:
-    """Returns the layouts of all leaves in ``update``, for its extra argument `layers`.
+    """Returns the layouts of all leaves for ``update``.
 
-    Raises ValueError if the state's `permuted_params` have other shapes than `params`.
+    `layers` is the extra argument of ``update``. It is used if the factory got no `layers`. Raises
+    ValueError if the state's `permuted_params` have other shapes than `params`.
     """
     layer_axes = _layer_arguments.choose_layers(self._layers, layers)
     layouts: list[Layout] = self._layouts(params, layer_axes)
@@ -125,7 +128,8 @@ class Layouts:
 
 
 def _finite(x: jax.Array) -> bool:
-  # Otherwise the result would be a tracer inside a trace, although `x` is known.
+  # `x` is a concrete array. But during a trace, e.g. if `jit` traces `init`, the jitted function
+  # would return a tracer, and `bool` would fail. So the function runs outside of the trace.
   with jax.ensure_compile_time_eval():
     return bool(_largest_is_finite(x))
 
