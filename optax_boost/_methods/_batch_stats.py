@@ -3,7 +3,7 @@
 s_b   a BatchNorm's mean or variance in batch b, averaged over its uses in the forward pass
 n_b   the batch's number of examples
 
-s = sum_b n_b s_b / sum_b n_b
+s = sum_b n_b s_b / sum_b n_b     the estimate
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -65,8 +65,10 @@ def summarize_uses(
 ) -> Statistics:
   """Returns the mean and variance of a BatchNorm in a batch, and two flags: `missed` and `frozen`.
 
-  `missed` is 1 if no use of the BatchNorm normalized by the batch, `frozen` if a use normalized by
-  the running statistics. The flags are floats, since they are averaged over batches.
+  `mean` and `var` are averages over the uses of the BatchNorm that normalized by the batch, and
+  `uses` is the number of these uses. `frozen_uses` is the number of uses that normalized by the
+  running statistics. `missed` is 1 if `uses` is 0, and `frozen` is 1 if `frozen_uses` is not 0. The
+  flags are floats, since they are averaged over batches.
   """
   missed, frozen = (uses == 0).astype(mean.dtype), (frozen_uses > 0).astype(mean.dtype)
   return {"mean": mean, "var": var, "missed": missed, "frozen": frozen}
@@ -81,8 +83,11 @@ def estimate(
 ) -> dict[str, Statistics]:
   """Returns the new statistics of the selected BatchNorms, by path.
 
-  ``summarize_batch(chosen, batch)`` returns the result of :func:`summarize_uses` for each selected
-  BatchNorm. The result lacks BatchNorms that in some batch did not normalize by the batch.
+  ``summarize_batch(chosen, batch)`` calls the model on a batch, and returns the result of
+  :func:`summarize_uses` for each BatchNorm in `chosen`, by path. `statistics` are the present
+  statistics of all BatchNorms. ``weight_fn(batch)`` returns a batch's number of examples; if it is
+  None, the shapes of the batch tell the number. A BatchNorm that did not normalize by the batch in
+  some batch is missing in the result.
   """
   if not selection.paths:
     _warnings.warn(f"`{_METHOD}` found no BatchNorm to estimate.", _warnings.NoEffectWarning)
@@ -140,7 +145,11 @@ def _finite_leaves(batch: _types.Tree) -> dict[str, jax.Array]:
 
 
 def _refuse_bad_batch(finite: Sequence[dict[str, jax.Array]]) -> None:
-  """Raises ValueError if a batch is not finite; returns None if the params may be the cause."""
+  """Raises ValueError if a batch is not finite; otherwise returns None.
+
+  Called if new statistics are not finite. If all batches are finite, the params may be the cause.
+  `finite` has the result of `_finite_leaves` for each batch.
+  """
   for index, leaves in enumerate(finite):
     for path, is_finite in leaves.items():
       if not is_finite:

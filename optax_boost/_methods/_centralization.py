@@ -117,7 +117,8 @@ def centralize(
 
   warn_once_if_idle = _trees.once_per_tree(warn_if_idle)
   # `init` finds kernels by names and shapes only. If it finds none, a trace of the loss may still
-  # show kernels. So `init` adds the leaves' paths here, and the first update decides about warning.
+  # show kernels. So `init` does not warn, but adds the leaves' paths to this set, and the first
+  # update decides whether to warn.
   undecided: set[tuple[str, ...]] = set()
 
   def init(params: optax.Params) -> optax.EmptyState:

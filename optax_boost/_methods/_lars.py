@@ -44,8 +44,9 @@ def _trust_ratio(
 ) -> jax.Array:
   """Returns the trust ratio of a layer, from the squared norms `w2` and `g2`.
 
-  The ratio is 1 if a norm is zero, and NaN if a norm is not finite. If `rate` is a number, returns
-  min(ratio / rate, 1).
+  The ratio is 1 if a norm is zero, and NaN if a norm is not finite. If `rate`, the learning rate,
+  is a number, returns min(ratio / rate, 1). The formula at the top of this file shows `eta`, `wd`
+  and `eps`.
   """
   w, g = _root(w2), _root(g2)
   finite = jnp.isfinite(w + g)
@@ -282,7 +283,10 @@ def _scale_by_trust_ratio(
   weight_decay_mask: _types.LeafSelector,
   widen_updates: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
-  """Returns `scale_by_lars_trust_ratio`; with `widen_updates`, updates have at least float32."""
+  """Returns `scale_by_lars_trust_ratio`; with `widen_updates`, updates have at least float32.
+
+  `leaves` holds the arguments `exclude`, `layers` and `axis_name`.
+  """
   _checks.check_number("trust_coefficient", eta, positive=True)
   _checks.check_number("weight_decay", weight_decay, minimum=0.0)
   _checks.check_number("eps", eps, minimum=0.0)
@@ -367,7 +371,9 @@ def _ratios(
 ) -> list[jax.Array | None]:
   """Returns for each leaf an array of trust ratios, one per layer; None for a leaf without input.
 
-  Squared norms are summed over the leaf's mesh axes; ``ratio_of(w2, g2, decays)`` makes ratios.
+  Squared norms are summed over the leaf's entry of `mesh_axes`. ``ratio_of(w2, g2, decays)``
+  returns the trust ratios for squared norms of weights and gradients; `decays` says whether weight
+  decay applies.
   """
   ratios: list[jax.Array | None] = [None] * len(inputs)
   # `dict.fromkeys` keeps the order of the leaves. A set could have another order in each process,
@@ -384,7 +390,10 @@ def _ratios(
 def _ratios_along(
   mesh_axes: _types.AxisName | None, inputs: list[_Input], ratio_of: Callable[..., jax.Array]
 ) -> list[jax.Array]:
-  """Returns the trust ratios of leaves whose squared norms are summed over the same mesh axes."""
+  """Returns the trust ratios of leaves whose squared norms are summed over the same `mesh_axes`.
+
+  `ratio_of` is the function that :func:`_ratios` gets.
+  """
   leaves, weights, grads, decays = map(list, zip(*inputs, strict=True))
 
   def total(squares: _types.SameTree) -> _types.SameTree:

@@ -59,7 +59,10 @@ class Leaves:
     return choose_layers(self._layers, layers)
 
   def mesh_axes(self, leaves: Sequence[_layer_axes.Leaf]) -> list[_types.AxisName | None]:
-    """Returns each leaf's mesh axes, from `axis_name`; raises ValueError if one is not bound."""
+    """Returns each leaf's mesh axes, from `axis_name`.
+
+    Raises ValueError if a mesh axis is not bound.
+    """
     names = self._axis_name
     if isinstance(names, Mapping):
       first = _patterns.first_match("axis_name", list(names), [leaf.path for leaf in leaves])
@@ -77,7 +80,11 @@ class Leaves:
     tree: _types.SameTree,
     layers: _types.Unchecked,
   ) -> _types.SameTree:
-    """Replaces each leaf that is not excluded by ``function(array, leaf, mesh_axes)``."""
+    """Returns `tree` with ``function(array, leaf, mesh_axes)`` in place of each leaf not excluded.
+
+    `leaf` has the path, shape and axes of the array. `mesh_axes` are the mesh axes over which the
+    array is sharded. `layers` is ``update``'s extra argument.
+    """
     plan = self.plan(tree, layers)
     mesh_axes = self.mesh_axes([leaf for leaf, _ in plan])
 
@@ -103,7 +110,11 @@ def _check_axis_names(names: _types.AxisNames | None) -> None:
 def warn_of_unknown_axes(
   method: str, leaves: Sequence[_layer_axes.Leaf], described: _layer_axes.LayerAxes | None
 ) -> None:
-  """Warns of leaves with several axes whose roles the trace `described` does not tell."""
+  """Warns of leaves with several axes of which the trace could not tell the fan-in and outputs.
+
+  `described` is the result of the trace. If `described` is None, there was no trace, and there is
+  no warning. The warning names `method`.
+  """
   if described is None:
     return
   many_axes = {leaf.path for leaf in leaves if len(leaf.shape) > 1}
@@ -125,8 +136,9 @@ def choose_layers(
 def check_layers(layers: _types.Unchecked) -> _layer_axes.LayerAxes | None:
   """Returns `layers` as LayerAxes or None; raises TypeError if `layers` has another type.
 
-  The train step passes DeferredLayerAxes to each method whose step has an argument `layers`. So the
-  loss is traced only if a method needs the axes.
+  The train step passes DeferredLayerAxes, which trace the loss when they are asked for LayerAxes.
+  Only methods with an argument `layers` ask, through this function. So the loss is not traced if no
+  method needs the axes.
   """
   if isinstance(layers, _layer_axes.DeferredLayerAxes):
     return layers.describe()

@@ -41,7 +41,10 @@ def normalized_dense(
   *,
   eps: float = EPS,
 ) -> jax.Array:
-  """Returns `multiplier` (N(x) N(kernel) + `bias`); N divides by sqrt(max(|v|^2, eps))."""
+  """Returns `multiplier` (N(x) N(kernel) + `bias`).
+
+  N divides each row v of `x`, and each column v of `kernel`, by sqrt(max(|v|^2, eps)).
+  """
   y = l2_normalize(x, -1, eps) @ l2_normalize(kernel, 0, eps)
   if bias is not None:
     y = y + bias

@@ -251,7 +251,11 @@ def _refresh_if_due(
 
 
 def _gradients_at(params: optax.Params, function: _types.Closure, name: str) -> optax.Updates:
-  """Returns ``function(params)``, masked like `params`, after a check of the gradients' shapes."""
+  """Returns ``function(params)``, the gradients, with the same leaves masked as in `params`.
+
+  Raises an error, which names `name`, if the gradients' structure or shapes are not those of
+  `params`.
+  """
   gradients = function(params)
   if any(map(_masks.is_masked, jax.tree.leaves(params, is_leaf=_masks.is_masked))):
     gradients = _masked_like(params, gradients, name)
@@ -260,7 +264,10 @@ def _gradients_at(params: optax.Params, function: _types.Closure, name: str) -> 
 
 
 def _masked_like(masked: _types.Tree, tree: _types.Tree, name: str) -> _types.Tree:
-  """Returns `tree` with a mask for each leaf that is masked in `masked`."""
+  """Returns `tree` with a mask for each leaf that is masked in `masked`.
+
+  Raises ValueError, which calls the tree `name`, if the structures of the trees don't match.
+  """
   try:
     return _masks.mask_like(tree, masked)
   except (ValueError, TypeError) as error:

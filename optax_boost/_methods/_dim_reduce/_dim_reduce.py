@@ -1,24 +1,26 @@
 r"""Quasi-Newton steps with line search in a subspace, momentum steps outside of the subspace.
 
-For params w of n numbers, gradient g and basis P (k x n, its rows orthonormal or not):
+For params w of n numbers, gradient g and basis P (k x n, its rows orthonormal or not; P' is the
+transpose of P):
 
   g_k = P g                              projected gradient, k
-  B <- BFGS(B, s, y), y = g_k - g_k'     g_k' from the last accepted step
+  B <- BFGS(B, s, y), y = g_k - h_k      h_k is the g_k of the last accepted step
   d_k = -B g_k                           direction, k
   t                                      step length, found by line search; 0 if none is accepted
   r <- gamma r + g - P' g_k              momentum of the residual, n
   w <- w + t P' d_k - alpha r
   s <- t d_k                             if t > 0
 
-If no t is accepted, MindSpore's search restores B and g_k'. The search "auto" sets B to the
-identity and s to 0, so that the next step is one of steepest descent. With an inner optimizer I,
-the line search tries w + I(-t P' d_k), and the step is I(alpha r - t P' d_k). The signs are
-reversed because I expects a gradient.
+If `max_search` is a number, as in MindSpore, and the line search accepts no t, then B, s and h_k
+keep their old values. If `max_search` is "auto" and the search accepts no t, B becomes the identity
+and s becomes 0, so that the next step is one of steepest descent. With an inner optimizer I, the
+line search tries w + I(-t P' d_k), and the step is I(alpha r - t P' d_k). The signs are reversed
+because I expects a gradient.
 
 The recursion of r is linear, so r = M - P' q with M <- gamma M + g [n] and q <- gamma q + g_k [k].
 The state keeps M and q instead of r, and the update is -alpha M + P' (t d_k + alpha q). So a step
-reads the basis twice, for P g and for the product with P'. With a line search this product is of
-two vectors at once, d_k and alpha q.
+reads the basis twice: for P g, and to multiply by P'. With a line search, d_k and alpha q are
+multiplied by P' together.
 
 Source: Li, Wu, Huang et al., "Low Dimensional Trajectory Hypothesis is True: DNNs can be Trained in
 Tiny Subspaces", arXiv:2103.11154; steps as in MindSpore's ``boost.dim_reduce``.
@@ -72,9 +74,10 @@ def dim_reduce(
   on the current batch. The line search tries lengths that shrink by the factor :math:`\rho` until
   it accepts one. The next search begins at the accepted length, or at a longer one if the first
   trial was accepted. If no length is accepted, `rejected_count` grows, and the next step is one of
-  steepest descent. If the linear decrease is smaller than the rounding error of the loss, a length
-  is accepted unless the loss grows. `dim_reduce` is a whole optimizer, to be used in place of
-  ``optax.sgd``; its steps in the subspace need no learning rate.
+  steepest descent. The slope of the loss predicts a decrease of :math:`-t \, g^\top P^\top d`. If
+  this decrease is smaller than the rounding error of the loss, a length is accepted unless the loss
+  grows. `dim_reduce` is a whole optimizer, to be used in place of ``optax.sgd``; its steps in the
+  subspace need no learning rate.
 
   A step reads the basis twice, three times with `inner`, and makes one forward pass per trial.
   Memory: the basis (k copies of the params) and one copy of the params.
@@ -88,14 +91,14 @@ def dim_reduce(
   which the loss is not finite is never accepted.
 
   The basis is sharded as the params are. So ``init`` must see how the params are sharded: call
-  ``init`` outside of ``jit``, or on a mesh with Explicit axes. Inside ``shard_map`` params must be
-  whole.
+  ``init`` outside of ``jit``, or on a mesh with Explicit axes. Inside ``shard_map``, each device
+  must hold the whole params.
 
   Args:
     subspace: a :class:`Subspace` whose basis fits the params, or a function that returns one for
       given params. Under ``optax.inject_hyperparams`` a function must be named in `static_args`.
     rho: the factor from one trial to the next, in (0, 1). Raising it tries longer steps.
-    sigma: the share of the linear decrease that a step must reach, in [0, 1). Raising it rejects
+    sigma: the share of the predicted decrease that a step must reach, in [0, 1). Raising it rejects
       more steps.
     gamma: the decay of the residual momentum, in [0, 1). Raising it averages more gradients.
     alpha: the learning rate outside of the subspace, a number >= 0 or a schedule of the step count.
@@ -103,20 +106,21 @@ def dim_reduce(
       trials in a step. A number: tries at most this many lengths (2 in MindSpore), the length 1
       first. If no length is accepted, there is no step in the subspace, and :math:`B` is restored.
       None: always makes the step of length 1, which needs no loss.
-    groups: which leaves share a subspace and a :math:`B`; all groups share the step length. A plan
-      of :func:`layer_groups`; regular expressions, one per group, that match whole segments of the
-      leaves' paths (a leaf that two expressions match is an error; a leaf that no expression
-      matches is in the last group); or the result of :func:`layer_axes`: layer i of all leaves is
-      group i, and leaves without layers are the last group. The rows of the basis must be
-      orthonormal within each group, as ``fit_subspace(..., groups=groups)`` makes them. None: one
-      group.
+    groups: which leaves share a subspace and a :math:`B`; all groups share the step length. Pass
+      one of: the result of :func:`layer_groups`; regular expressions, one per group, that match
+      whole segments of the leaves' paths; the result of :func:`layer_axes`; None, for one group. A
+      leaf that two expressions match is an error; a leaf that no expression matches is in the last
+      group. With :func:`layer_axes`, layer i of all leaves is group i, and leaves that stack no
+      layers are the last group. The rows of the basis must be orthonormal within each group, as
+      ``fit_subspace(..., groups=groups)`` makes them.
     inner: an optimizer that turns the steps into updates, as in MindSpore's
       ``DimReduce(network, optimizer, ...)``; its learning rate scales the steps. In place of the
-      gradient it gets :math:`\alpha r - t P^\top d`, and in a trial :math:`-t P^\top d`; its state
-      after a trial is discarded. With ``max_search="auto"``, :math:`t` is at most 1, and :math:`B`
-      learns from the distance that the params moved. A trial's loss is then compared with the loss
-      after the updates for a zero gradient, which costs one more forward pass. None: adds the
-      steps to the params, as ``optax.sgd(1.0)`` does in MindSpore's search.
+      gradient, `inner` gets :math:`\alpha r - t P^\top d`, and in a trial :math:`-t P^\top d`; its
+      state after a trial is discarded. ``max_search="auto"`` differs in three ways with `inner`:
+      :math:`t` is at most 1; :math:`B` learns from the distance that the params moved; and a
+      trial's loss is compared with the loss after the updates that `inner` returns for a zero
+      gradient, which costs one more forward pass. None: adds the steps to the params, as
+      ``optax.sgd(1.0)`` does in MindSpore's search.
 
   Returns:
     An :class:`optax.GradientTransformationExtraArgs` that needs `params`. Updates have the
@@ -191,7 +195,11 @@ class _DimReduce:
 
   @property
   def rescales(self) -> bool:
-    """Returns whether B is scaled so that -B g_k is about as long as g_k, as `inner` expects."""
+    """Returns whether B is scaled so that the direction -B g_k is about as long as g_k.
+
+    This is so if `max_search` is "auto" and there is an `inner` optimizer, which takes the
+    direction for a gradient.
+    """
     return self.inner is not None and self.adaptive
 
   def init(self, params: optax.Params) -> DimReduceState:
@@ -248,8 +256,8 @@ class _DimReduce:
   ) -> tuple[optax.Updates, DimReduceState]:
     if self.max_search is not None:
       value, value_fn = _checked_loss(value, value_fn)
-    # Hides the leaves that `optax.masked` hides in `updates` also in gradients among the extra
-    # arguments.
+    # `optax.masked` hides leaves of `updates`. `map_gradients` hides the same leaves of the
+    # gradients among the extra arguments.
     _, extra = _extra_args.map_gradients(lambda g: g, updates, extra_args)
     extra |= {"value": value, "value_fn": value_fn}
     extra = {name: argument for name, argument in extra.items() if argument is not None}
@@ -278,8 +286,8 @@ class _DimReduce:
       lambda m, g: jnp.where(finite, self.gamma * m + g.astype(m.dtype), m),
       *(state.momentum, updates),
     )
-    # The momentum step should be -alpha (M - P' q), but `moves` subtracts alpha M. So alpha P' q is
-    # added to the step in the subspace, which becomes P' (t d_k + alpha q).
+    # The momentum step is -alpha (M - P' q), but `moves` subtracts only alpha M. Therefore
+    # alpha P' q is added to the step in the subspace: `inside` is P' (t d_k + alpha q).
     columns = quasi.direction, alpha * q
     if self.max_search is None:
       search = _quasi_newton.Search.begin(quasi.usable.astype(g_k.dtype))
@@ -325,7 +333,12 @@ class _DimReduce:
     extra: _types.ExtraArgs,
     through_inner: Callable[[optax.Updates], tuple[optax.Updates, optax.OptState]],
   ) -> _quasi_newton.Search:
-    """Returns the last state of the line search along P' d_k, the first row of `lifted`."""
+    """Runs the line search along P' d_k; returns its last state.
+
+    `quasi` has the direction d_k, and the first row of the stacked tree `lifted` is P' d_k.
+    `updates` is the gradient at `params`. `extra` has the loss `value` and the function `value_fn`.
+    ``through_inner(step)`` returns the updates that `inner` makes from a step.
+    """
     value, dtype, possible = extra["value"], quasi.gradient.dtype, quasi.usable
     start, offset = value.astype(dtype), jnp.zeros([], dtype)
     slope = jnp.sum(quasi.gradient * quasi.direction)
@@ -338,8 +351,8 @@ class _DimReduce:
       return extra["value_fn"](optax.apply_updates(params, changes)), change - offset
 
     if self.rescales:
-      # The momentum of `inner` moves the params even by a step of length 0, so trials are compared
-      # with the loss after this step.
+      # The momentum of `inner` moves the params even by a step of length 0. So trials are compared
+      # with the loss after a step of length 0, which is `start`.
       start, offset = trial(offset)
       start, offset = start.astype(dtype), offset.astype(dtype)
     if self.adaptive:
@@ -355,8 +368,9 @@ class _DimReduce:
       resolution=float(jnp.finfo(value.dtype).eps) if self.adaptive else None,
     )
     search = search._replace(notfinite=_arrays.increment_if(~jnp.isfinite(start), search.notfinite))
-    # If `short` is True, the next search may try lengths above 1. With `inner`, its learning rate
-    # bounds the steps instead, since Adam's steps, for example, don't grow with the gradient.
+    # If `short` is True, the next search may try lengths above 1. With `inner`, lengths stay at
+    # most 1, since the learning rate of `inner` bounds the steps. A greater length need not give a
+    # longer step: the steps of Adam, for example, don't grow with the gradient that Adam gets.
     return search if self.inner is None else search._replace(short=jnp.asarray(False))
 
   def _learn(
@@ -367,7 +381,11 @@ class _DimReduce:
     step: jax.Array,
     squares: jax.Array,
   ) -> dict[str, jax.Array]:
-    """Returns new fields of the state after `step`; `squares` is the gradient's squared norm."""
+    """Returns the new values of the state's fields that depend on the line search, by name.
+
+    `quasi` is the direction of this step, and `search` the finished line search along it. `step` is
+    the step s in the subspace, [G, k]. `squares` is the squared norm of the whole gradient.
+    """
     moved = search.accepted > 0
     failed = (search.tried > 0) & ~moved if self.adaptive else jnp.asarray(False)
     # B becomes the identity if its direction overflowed, or if no step along it was accepted.
@@ -396,7 +414,7 @@ class _DimReduce:
 
 
 def _project(state: DimReduceState, g: optax.Updates, groups: _groups.SubspaceGroups) -> jax.Array:
-  """Returns the projected gradient P g, [G, k]."""
+  """Returns the projection P g of the gradient `g` in each of the G groups, [G, k]."""
   if not jax.tree.leaves(g):
     return jnp.zeros_like(state.projected_gradient)
   projected = _linalg.products(state.basis, g, groups)
@@ -406,7 +424,10 @@ def _project(state: DimReduceState, g: optax.Updates, groups: _groups.SubspaceGr
 def _checked_loss(
   value: jax.typing.ArrayLike | None, value_fn: _types.Closure | None
 ) -> tuple[_types.FloatScalar, _types.Closure]:
-  """Returns `value` and `value_fn` with losses as arrays; raises an error if either is missing."""
+  """Returns the loss `value` as an array, and a `value_fn` that returns its loss as an array.
+
+  Raises an error if an argument is missing or is not a loss.
+  """
   purpose = "the loss at the params, on the current batch"
   loss: Any = _extra_args.require_extra(value, "value", _METHOD, purpose)
   purpose = "a function from params to the loss on the current batch"
@@ -418,7 +439,10 @@ def _checked_loss(
 
 
 def _scalar(value: jax.typing.ArrayLike, requirement: str) -> _types.FloatScalar:
-  """Returns a loss as a floating-point array; raises TypeError if it is not a real scalar."""
+  """Returns a loss as a floating-point array; raises TypeError if it is not a real scalar.
+
+  The error's message begins with `requirement`.
+  """
   number = _checks.is_any_array(value) or isinstance(value, numbers.Real)
   if not number or jnp.shape(value) != () or not jnp.isrealobj(value):
     got = f"an array of shape {jnp.shape(value)}" if number else _checks.shorten(value)
@@ -430,7 +454,10 @@ def _scalar(value: jax.typing.ArrayLike, requirement: str) -> _types.FloatScalar
 def _show_nonfinite(
   finite: _types.BoolScalar, changes: optax.Updates, gradient: optax.Updates
 ) -> optax.Updates:
-  """Returns `changes` if `finite`, else NaN where the gradient is not finite, and 0 elsewhere."""
+  """Returns the updates `changes`; if `finite` is False, returns NaN and zeros instead of them.
+
+  An entry is NaN if this entry of `gradient` is not finite, and zero otherwise.
+  """
 
   def show(u: jax.Array, g: jax.Array) -> jax.Array:
     zero_or_nan = jnp.where(_finiteness.finite_entries(g), 0, jnp.nan)

@@ -27,15 +27,16 @@ def fit_subspace(
     C = X - \bar{x}, \qquad C C^\top = U \Sigma^2 U^\top, \qquad B = \Sigma_k^{-1} U_k^\top C
 
   The m snapshots are the rows of :math:`X`, and the k components are the rows of :math:`B`. The
-  eigenvectors :math:`U` of the Gram matrix give the components. The Gram matrix has squares, which
-  cost digits, so one Rayleigh-Ritz step restores these digits. In float32, components whose
-  variance is below 1e-7 of the first component's variance are less exact. Below 1e-10 they are
-  rounding errors, and `fit_subspace` raises an error. Sharded params are not gathered: only
-  matrices of m or k rows and columns move between devices.
+  eigenvectors :math:`U` of the Gram matrix :math:`C C^\top` give the components. The Gram matrix
+  holds squares, so rounding makes components of small variance inexact. One Rayleigh-Ritz step
+  corrects them. But in float32, components whose variance is below 1e-7 of the first component's
+  variance stay less exact. Components whose variance is below 1e-10 of it are rounding errors, and
+  `fit_subspace` raises an error. Sharded params are not gathered: only matrices of m or k rows and
+  columns move between devices.
 
-  Inside ``jit``, the values of snapshots raise no error. `fit_subspace` leaves out snapshots that
-  are not finite, and if the snapshots span fewer directions than `components`, the last rows of the
-  basis are zero.
+  Inside ``jit``, the values of the snapshots are not known, so they raise no error. `fit_subspace`
+  leaves out snapshots that are not finite. If the snapshots span fewer directions than
+  `components`, the last rows of the basis are zero.
 
   Args:
     snapshots: the state of a chain with :func:`record_trajectory`; a stacked tree, whose leaves
@@ -46,8 +47,8 @@ def fit_subspace(
       it explains more of the gradient, and takes more memory and time.
     key: None: computes the exact components. A key or an integer seed: computes the components of
       k + 10 random combinations of the snapshots, after one power iteration. This avoids the m x m
-      Gram matrix, whose cost dominates for m in the hundreds. The components are as good if the
-      variances decay.
+      Gram matrix, whose cost dominates for m in the hundreds. The components are as good as the
+      exact ones if the variances decay.
     dtype: a floating dtype in which the basis is stored. It is computed in float32 or wider. In
       bfloat16 its rows are orthonormal to 3 digits only.
     groups: as in :func:`dim_reduce`; each group of leaves and layers is fitted separately. None:
@@ -99,11 +100,11 @@ def _fit(
   dtype: _types.Dtype,
   groups: _groups.SubspaceGroups,
 ) -> tuple[_subspace.Subspace, jax.Array, _types.IntScalar, _types.FloatScalar]:
-  """Computes the subspace of all blocks of snapshots.
+  """Computes the subspace of all blocks of snapshots; returns four values.
 
-  Returns the subspace, for each snapshot whether it is not finite, the number of directions in
-  which the snapshots differ (in the group with the fewest), and the centred snapshots' sum of
-  squares.
+  They are: the subspace; for each of the m snapshots, whether it is not finite; in how many
+  directions the snapshots differ, in the group where this number is smallest; and the sum of
+  squares of the centred snapshots. If `key` is None, the components are exact.
   """
   centred = _pca.Centred(blocks)
   m, sketch = len(centred.bad), None
@@ -138,7 +139,11 @@ def _check_enough(count: int, components: int) -> None:
 
 
 def _check_fit(bad: np.ndarray, rank: int, total: _types.FloatScalar, components: int) -> None:
-  """Raises ValueError if snapshots are not finite, overflow or differ in too few directions."""
+  """Raises ValueError if snapshots are not finite, overflow or differ in too few directions.
+
+  `bad` has the indices of the snapshots that are not finite. `rank` is the number of directions in
+  which the snapshots differ, and `total` is the sum of squares of the centred snapshots.
+  """
   if len(bad):
     raise ValueError(
       "`fit_subspace` needs snapshots of finite numbers; got others at the indices"

@@ -9,7 +9,8 @@ import numpy as np
 from optax_boost._foundation import _types, _warnings
 from optax_boost._trace import _layer_axes, _layer_groups
 
-# A plan of `layer_groups`, the result of `layer_axes`, regular expressions, or None for one group.
+# The argument `groups` of `dim_reduce`: the result of `layer_groups` or of `layer_axes`, regular
+# expressions, or None for one group.
 Plan: TypeAlias = _layer_groups.Groups | _layer_axes.LayerAxes | None
 
 
@@ -30,7 +31,10 @@ class SubspaceGroups:
 
 
 def check_groups(plan: Plan) -> None:
-  """Raises an error if `groups` is invalid; warns if it is `layer_axes` that stack no layers."""
+  """Raises an error if `plan`, the argument `groups` of :func:`dim_reduce`, is invalid.
+
+  Warns if `plan` is a result of `layer_axes` in which no leaf stacks layers.
+  """
   if not isinstance(plan, _layer_axes.LayerAxes):
     if plan is not None:
       _layer_groups.count_groups(plan)
@@ -43,7 +47,10 @@ def check_groups(plan: Plan) -> None:
 
 
 def find_groups(tree: _types.Tree, plan: Plan, method: str) -> SubspaceGroups:
-  """Returns the group of each layer of each leaf; `plan` is `groups` of :func:`dim_reduce`."""
+  """Returns to which subspace group each layer of each leaf of `tree` belongs.
+
+  `plan` is the argument `groups` of :func:`dim_reduce`. Error messages name `method`.
+  """
   if isinstance(plan, _layer_axes.LayerAxes):
     leaves = _layer_axes.leaves_of(tree, plan)
     last = max((leaf.num_layers for leaf in leaves if leaf.stacked), default=0)

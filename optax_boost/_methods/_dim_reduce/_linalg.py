@@ -1,9 +1,10 @@
 r"""Small dense linear algebra on trees of stacked leaves, in at least float32.
 
-A stacked tree has leaves [m, *shape] and represents m vectors, its rows. Each of G groups of leaves
-and layers is a separate space, so the inner products of the rows of two stacked trees of m and l
-rows are [G, m, l]. These matrices are small and not sharded. Large leaves are not reshaped or
-concatenated, so sharded leaves stay on their devices, and only small matrices move between devices.
+A stacked tree has leaves [m, *shape] and represents m vectors, its rows. The leaves, and the layers
+in a leaf, are divided into G groups, and inner products are computed in each group separately. So
+the inner products of m rows with l rows are [G, m, l]. These matrices are small and not sharded.
+Large leaves are not reshaped or concatenated, so sharded leaves stay on their devices, and only
+small matrices move between devices.
 """
 
 from collections.abc import Sequence
@@ -37,7 +38,8 @@ def products(a: _types.Tree, b: _types.Tree, groups: SubspaceGroups) -> jax.Arra
       by_layer += [_contract(a_leaves[i], b_leaves[i], leaf_groups.axes) for i in indices]
       numbers += len(indices) * leaf_groups.numbers
     else:
-      # XLA 9: one product for all leaves of the chunk, as CPUs compile each product separately.
+      # XLA 9: one product for all leaves of `indices`, as XLA for CPUs compiles each product
+      # separately.
       b_is_stacked = b_leaves[indices[0]].ndim == a_leaves[indices[0]].ndim
       a_joined = jnp.stack([a_leaves[i] for i in indices], 1)
       b_joined = jnp.stack([b_leaves[i] for i in indices], int(b_is_stacked))
@@ -53,9 +55,11 @@ def identities(matrices: jax.Array) -> jax.Array:
 
 
 def _contract(rows: jax.Array, leaf: jax.Array, layers: tuple[int, ...]) -> jax.Array:
-  """Returns the inner products of k rows and a leaf in each of the leaf's L layers, not sharded.
+  """Returns the inner products of k rows and a leaf in each of the leaf's L layers.
 
-  They are [L, k, m] if `leaf` has m stacked rows, and [L, k] if it is not stacked.
+  The result is [L, k, m] if `leaf` has m stacked rows, and [L, k] if `leaf` is not stacked. It is
+  not sharded. `layers` are the axes along which the leaf holds layers; an axis for the stacked rows
+  is not counted.
   """
   is_stacked = leaf.ndim == rows.ndim
   within_layer = [axis for axis in range(rows.ndim - 1) if axis not in layers]
@@ -84,7 +88,11 @@ def _contract(rows: jax.Array, leaf: jax.Array, layers: tuple[int, ...]) -> jax.
 def _sum_by_group(
   by_layer: Sequence[jax.Array], numbers: Sequence[int], groups: SubspaceGroups
 ) -> jax.Array:
-  """Sums `by_layer`, products in each layer, over groups; `numbers` has the group of each layer."""
+  """Returns the sum of products over the layers of each group.
+
+  The arrays of `by_layer` have the products of one layer in each entry along their first axis.
+  `numbers` has the group of each of these layers, in the order of the concatenated arrays.
+  """
   # XLA 2: a contraction, since XLA would fuse a sum over leaves into the loop of each leaf, which
   # would compute the sum again.
   joined = jnp.concatenate(by_layer)
@@ -97,8 +105,8 @@ def combine(
 ) -> _types.SameTree:
   """Returns linear combinations of k rows; each layer uses the coefficients of its group.
 
-  Coefficients [G, c, k] return a stacked tree of c rows, coefficients [G, k] a tree that is not
-  stacked. Leaves of the result have at least float32.
+  If `coefficients` are [G, c, k], the result is a stacked tree of c rows. If they are [G, k], the
+  result is a tree that is not stacked. Leaves of the result have at least float32.
   """
 
   def combine_leaf(x: jax.Array, leaf_groups: LeafGroups) -> jax.Array:

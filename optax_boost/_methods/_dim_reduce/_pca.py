@@ -50,7 +50,8 @@ from optax_boost._methods._dim_reduce import _linalg, _snapshot_blocks
 from optax_boost._methods._dim_reduce._groups import SubspaceGroups
 from optax_boost._methods._dim_reduce._linalg import matmul
 
-# The number l - k of extra directions, needed since the last of the l directions are inaccurate.
+# The number of extra directions, l - k. They are needed since the last of the l directions are
+# inaccurate.
 GUARD = 8
 
 _combine = jax.jit(_linalg.combine, static_argnums=2)
@@ -141,7 +142,8 @@ def principal_components(
 ) -> Components:
   """Returns the first k components of m > k centred snapshots, which `centred` yields in blocks.
 
-  `sketch` has [m, l] normal numbers for the randomized algorithm; None computes exactly.
+  `sketch` [m, l] has normally distributed random numbers for the randomized algorithm. If `sketch`
+  is None, the components are computed exactly.
   """
 
   def products(directions: optax.Params) -> jax.Array:
@@ -172,7 +174,10 @@ def principal_components(
 
 
 def _leading_directions(gram: jax.Array, count: int) -> jax.Array:
-  """Returns the eigenvectors of the `count` largest eigenvalues as rows, the largest first."""
+  """Returns the leading `count` eigenvectors of each of the G matrices `gram` [G, m, m].
+
+  They are the rows of the result [G, count, m], the one with the largest eigenvalue first.
+  """
   _, vectors = jnp.linalg.eigh(gram)
   return vectors[..., ::-1][..., :count].mT
 
@@ -180,9 +185,10 @@ def _leading_directions(gram: jax.Array, count: int) -> jax.Array:
 def _orthonormalizer(gram: jax.Array) -> jax.Array:
   """Returns a matrix T such that T X has orthonormal rows, from the Gram matrix [G, l, l] of X.
 
-  T combines the rows of X, scaled to length one, with the eigenvectors of their Gram matrix. If a
-  combination is shorter than sqrt(1000 eps), 1 % in float32, it is a rounding error, and its row of
-  T is zero.
+  T first scales the rows of X to length one. Then T combines the scaled rows: the coefficients are
+  the eigenvectors of the Gram matrix of the scaled rows. Finally, T scales each combination to
+  length one. A combination shorter than sqrt(1000 eps), 0.01 in float32, is only a rounding error,
+  so its row of T is zero.
   """
   norms = jnp.sqrt(jnp.diagonal(gram, axis1=-2, axis2=-1))
   # Without this scaling, T X would be less orthogonal if the lengths of rows of X differ much.
@@ -210,10 +216,12 @@ def _rayleigh_ritz(
   k: int,
   groups: SubspaceGroups,
 ) -> Components:
-  """Returns k components in the span of the l rows of `basis`, nearly orthonormal or zero.
+  """Returns k components in the span of the l rows of `basis`.
 
-  `coordinates` are the inner products of the centred snapshots with the rows of `basis`. Components
-  whose singular value is below 100 eps times the largest are rounding errors and become zero.
+  The rows of `basis` are nearly orthonormal, except for rows that are zero. `coordinates` [G, m, l]
+  are the inner products of the centred snapshots with the rows of `basis`. `total` is the sum of
+  squares of the centred snapshots. Components whose singular value is below 100 eps times the
+  largest are rounding errors and become zero.
   """
   exact = _orthonormalizer(_linalg.products(basis, basis, groups))
   _, singular, right = jnp.linalg.svd(matmul(coordinates, exact.mT), full_matrices=False)

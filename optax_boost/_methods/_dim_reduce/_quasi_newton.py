@@ -6,9 +6,9 @@ r"""Computes quasi-Newton steps in a subspace of k dimensions: direction, line s
   s    the last accepted step, a multiple of an earlier direction
   y    the change of g_k by the step s
 
-BFGS, with T = I - y s' / y's:
+BFGS, where a prime transposes a vector or matrix, and T = I - y s' / (y' s):
 
-  B <- T' B T + s s' / y's
+  B <- T' B T + s s' / (y' s)
 
 The new B maps y to s, so along s it is the exact inverse of the curvature that y shows.
 
@@ -65,12 +65,12 @@ def bfgs_update(
 ) -> tuple[jax.Array, _types.BoolScalar]:
   """Updates the inverse Hessian B [k, k] by `step` s and `gradient_change` y.
 
-  Returns the new B and True. If ``y's`` is at most `min_curvature`, which could make B indefinite,
-  or if the new B is not finite, returns the old B and False.
+  Returns the new B and True. If the inner product of s and y is at most `min_curvature`, which
+  could make B indefinite, or if the new B is not finite, returns the old B and False.
   """
   curvature = matmul(gradient_change, step)
   enough = curvature > min_curvature
-  # `where` in the divisor avoids a division by zero if there is no update.
+  # `where` in the divisor avoids a division by zero if B is not updated.
   p = 1 / jnp.where(enough, curvature, 1)
   t = jnp.eye(step.size, dtype=step.dtype) - p * jnp.outer(gradient_change, step)
   new = matmul(t.T, matmul(inverse_hessian, t)) + p * jnp.outer(step, step)
@@ -86,17 +86,19 @@ class Direction(NamedTuple):
   direction: jax.Array  # d_k, [G, k]; zeros unless `usable`
   first: _types.FloatScalar  # the first length that a search tries
   steepest: _types.BoolScalar  # whether the direction is that of steepest descent
-  scale: _types.FloatScalar  # converts distances in the subspace to the units of `direction`
+  scale: _types.FloatScalar  # B learns from distances in the subspace times `scale`
   usable: _types.BoolScalar  # whether the gradient and the direction are finite
 
 
 def find_direction(
   state: DimReduceState, gradient: jax.Array, adaptive: bool, rescales: bool
 ) -> Direction:
-  """Updates the inverse Hessian B by the last accepted step; returns the direction -B g_k.
+  """Updates B by the last accepted step; returns the direction -B g_k, and the new B.
 
-  If `adaptive` and -B g_k does not descend, returns the negative gradient. If `rescales`, B keeps
-  the magnitude of the identity, so that the direction is about as long as the gradient.
+  `gradient` is g_k. If `adaptive`, and -B g_k is no direction of descent, returns the direction
+  -g_k and the identity for B. If `rescales`, B learns from steps that are multiplied by the
+  curvature of the first of them. So B stays about as large as the identity, and the direction is
+  about as long as the gradient.
   """
   b, s, last_gradient = state.inverse_hessian, state.last_step, state.projected_gradient
   change, scale, length = gradient - last_gradient, state.inner_scale, state.accepted_rho
@@ -146,8 +148,10 @@ class Search(NamedTuple):
   notfinite: _types.IntScalar  # the number of trials whose loss was not finite
   step: _types.FloatScalar  # the next length to try
   hidden: _types.BoolScalar  # whether the loss's rounding error hid the change in the last trial
-  # Whether a longer step may be better: the parabola through the first and the last loss, with the
-  # known slope, has its minimum at the last length divided by rho, or beyond.
+  # Whether a step longer than the last trial may be better. True if rounding errors hid the change.
+  # Also True if a parabola has its minimum at the last length divided by rho, or beyond. This
+  # parabola has the known slope at length 0, and fits the losses at length 0 and at the last
+  # length.
   short: _types.BoolScalar
 
   @classmethod
@@ -167,11 +171,13 @@ def backtrack(
   possible: _types.BoolScalar,
   resolution: float | None = None,
 ) -> Search:
-  """Tries the lengths first, first rho, first rho^2, ... until the loss falls enough below `value`.
+  """Tries shorter and shorter lengths until the loss falls enough below `value`.
 
-  ``trial(length)`` returns the loss and the change that the slope predicts. `resolution` is the
-  relative rounding error of a loss; None ignores rounding errors. If `possible` is False, no length
-  is tried. Returns the last state of the search.
+  The lengths are `first`, rho `first`, rho^2 `first`, ..., at most `max_search` of them. `value` is
+  the loss at length 0. ``trial(length)`` returns the loss at a length, and the change from `value`
+  that the slope predicts. The loss must fall by more than `sigma` times the predicted decrease.
+  `resolution` is the relative rounding error of a loss; if it is None, rounding errors are ignored.
+  If `possible` is False, no length is tried. Returns the last state of the search.
   """
 
   def more(search: Search) -> jax.Array:
@@ -189,8 +195,8 @@ def backtrack(
       # has grown.
       hidden = good & (jnp.abs(change) <= resolution * jnp.abs(value))
       enough |= hidden & (change < 0) & (loss <= value)
-    # Up to the length t, a parabola with its minimum at T falls by 1 - t / (2 T) of the predicted
-    # change. So `near_linear` says that t / T is at most rho.
+    # A parabola with its minimum at the length T falls by the predicted change times
+    # (1 - 0.5 t / T) up to the length t. So `near_linear` says that t / T is at most rho.
     near_linear = value - loss >= (1 - 0.5 * rho) * jnp.abs(change)
     return Search(
       accepted=jnp.where(enough, search.step, 0),
@@ -211,18 +217,22 @@ def next_step(
   restart: _types.FloatScalar,
   rho: jax.typing.ArrayLike,
 ) -> _types.FloatScalar:
-  """Returns the length that the next search tries first; `search` has tried `first` first.
+  """Returns the length that the line search of the next step tries first.
 
-  If `search` has accepted a length, the result is this length, or a longer one if it was `first`.
-  Otherwise the result is `restart` or, if `steepest` descent has failed, computed from `first`.
+  `search` is the finished search of this step, and `first` is the length that it tried first. If
+  `search` accepted a length, this length is returned. But if the accepted length was `first`, a
+  longer length may be returned. If `search` tried no length, `first` is returned. If `search` tried
+  some and accepted none, `restart` is returned. But if the direction was that of `steepest`
+  descent, the result is usually the next shorter length.
   """
-  # A length grows above 1 only if `search.short`.
+  # A length grows above 1 only if `search.short` is True.
   longer = search.accepted / rho
   longer = jnp.where(search.short, longer, jnp.minimum(longer, 1))
   grows = (search.tried == 1) & (longer > search.accepted)
   accepted = jnp.where(grows, longer, search.accepted)
-  # If steepest descent has failed, the next search goes on with the next shorter length. It begins
-  # with `first` again if no loss was finite, and longer if rounding errors hid the change.
+  # If steepest descent has failed, the next search begins with the next shorter length. But if no
+  # loss was finite, the next search begins with `first` again, and if rounding errors hid the
+  # change, with a longer length.
   failed = jnp.where(search.notfinite == search.tried, first, search.step)
   failed = jnp.where(search.hidden, first / rho, failed)
   failed = jnp.where(steepest, failed, restart)

@@ -37,9 +37,10 @@ Block: TypeAlias = tuple[optax.Params, np.ndarray | jax.Array]
 
 
 def read(snapshots: Any, size: int) -> tuple[Iterable[Block], optax.Params]:
-  """Returns blocks of snapshots, and one snapshot for its shapes and dtypes.
+  """Returns the snapshots in blocks, and one snapshot as an example of shapes and dtypes.
 
-  `size` is the number of snapshots in a block of an iterable. Other snapshots are a single block.
+  The leaves of the example may be abstract. An iterable that can be read again has blocks of `size`
+  snapshots. Snapshots in any other form are a single block.
   """
   if isinstance(snapshots, Iterator):
     snapshots = list(snapshots)
@@ -109,9 +110,10 @@ class StreamedBlocks:
 
 
 def _stack(trees: Sequence[optax.Params], first: optax.Params, start: int = 0) -> Block:
-  """Returns the block of the snapshots `trees`, which begin at the index `start` of the iterable.
+  """Returns a block of the snapshots `trees`; the first of them has the index `start`.
 
-  Raises ValueError if a snapshot differs from `first` in its structure or shapes.
+  Raises ValueError, which names an index, if a snapshot differs from `first` in structure or
+  shapes.
   """
   for index, tree in enumerate(trees, start):
     if not _tree_checks.same_shapes(_checked(tree), first):

@@ -41,12 +41,12 @@ class DimReduceState(NamedTuple):
     line_search_steps: scalar int32, the number of trials in the last step.
     accepted_rho: scalar float, the step length that the last step's search accepted, or 0.
     next_rho: scalar float, the first length that the next search tries, if `max_search` is "auto".
-    inner_scale: scalar float. With `inner` and `max_search="auto"`, the mean curvature of the loss
-      along the first step that ``B`` learned from. Then ``s`` is this curvature times the distance
-      that the params moved. Otherwise `inner_scale` is 1.
-    curvature: scalar float, ``y's / s's`` of the last step, where ``y`` is the change of the
-      projected gradient: the mean curvature of the loss along the previous accepted step. If it is
-      not positive, ``B`` was not updated.
+    inner_scale: scalar float; ``s`` is `inner_scale` times the distance that the params moved in
+      the subspace. With `inner` and `max_search="auto"`, `inner_scale` is the mean curvature of the
+      loss along the first step from which ``B`` learned. Otherwise `inner_scale` is 1.
+    curvature: scalar float, measured in the last step: the mean curvature of the loss along ``s``,
+      the last step accepted before. It is ``(y . s) / (s . s)``, where ``y`` is the change of the
+      projected gradient by ``s``. If it is not positive, ``B`` was not updated.
     explained_gradient: scalar float, ``|P g|^2 / |g|^2`` of the last step: the share of the
       gradient that lies in the subspace, if the rows of the basis are orthonormal.
     rejected_count: scalar int32, the number of steps whose search accepted no step length.
@@ -81,7 +81,8 @@ def basis_like(subspace: _subspace.Subspace, params: optax.Params) -> optax.Para
   basis does not fit the params.
   """
   targets = jax.tree.leaves(params, is_leaf=_masks.is_masked)
-  # If the trees don't match, all rows count as masked, which raises the error below.
+  # `leaves_like` returns None if the trees don't match. Then all rows count as masked, which raises
+  # the error below.
   rows = _masks.leaves_like(subspace.basis, params) or [optax.MaskedNode()] * len(targets)
   pairs = [(r, p) for r, p in zip(rows, targets, strict=True) if not _masks.is_masked(p)]
   if any(_masks.is_masked(r) for r, _ in pairs):

@@ -109,7 +109,10 @@ class Subspace(NamedTuple):
 
 
 def _subspace_from_arrays(arrays: dict[str, np.ndarray], like: optax.Params) -> Subspace:
-  """Returns the subspace from the arrays in a file of :meth:`Subspace.save`, keyed by path."""
+  """Returns the subspace in a file of :meth:`Subspace.save`, from the file's arrays by path.
+
+  `like` are the params of the subspace. Raises ValueError if the arrays don't fit `like`.
+  """
   variances: Any = arrays.get("explained_variance", np.zeros(0))
   basis = jax.tree.map(lambda x: jax.ShapeDtypeStruct((*variances.shape, *x.shape), x.dtype), like)
   expected = Subspace(like, basis, variances, variances)
@@ -126,7 +129,10 @@ def _subspace_from_arrays(arrays: dict[str, np.ndarray], like: optax.Params) -> 
 
 
 def _subspace_from_matrix(matrix: np.ndarray, like: optax.Params) -> Subspace:
-  """Returns a subspace whose basis is MindSpore's matrix [k, n], with mean 0 and variances NaN."""
+  """Returns a subspace whose basis is MindSpore's matrix [k, n], with mean 0 and variances NaN.
+
+  The columns of the matrix are the entries of the leaves of `like`, in order.
+  """
   leaves, structure = jax.tree.flatten(like)
   ends = np.cumsum([leaf.size for leaf in leaves])
   if matrix.ndim != 2 or matrix.shape[1] != ends[-1]:
@@ -159,9 +165,9 @@ def check_subspace(value: Subspace) -> None:
 
 
 def placed(array: jax.typing.ArrayLike, like: jax.Array, stacked: bool = True) -> jax.Array:
-  """Returns the array, sharded as `like` if the sharding of `like` is known.
+  """Returns `array`, sharded as `like` if the sharding of `like` is known.
 
-  If `stacked`, the array has one axis more, its first axis, which is not sharded.
+  If `stacked`, `array` has a first axis that `like` lacks, and this axis is not sharded.
   """
   traced = isinstance(like, jax.core.Tracer)
   sharding = jax.typeof(like).sharding if traced else getattr(like, "sharding", None)

@@ -147,7 +147,8 @@ def record_trajectory(
         notfinite_count=_arrays.increment_if(~good, state.notfinite_count),
       )
 
-    # If the state is donated, both branches keep the rings in place, and only one row is written.
+    # If the state is donated, neither branch of `cond` copies the rings: a snapshot writes only one
+    # row.
     state = _conditionals.cond(state.count % every == 0, take_snapshot, lambda: state)
     return updates, state._replace(count=optax.safe_increment(state.count))
 
@@ -155,9 +156,10 @@ def record_trajectory(
 
 
 def _place_ring(ring: jax.Array, snapshot: jax.Array) -> jax.Array:
-  """Returns the ring, sharded as `snapshot` if only the latter has a sharding, on Explicit axes.
+  """Returns the ring; shards it as `snapshot` is sharded if the ring itself has no sharding.
 
-  A ring without a sharding comes from a restored state. No sharded snapshot can be written to it.
+  A ring of a restored state may have no sharding. On a mesh with Explicit axes, no sharded snapshot
+  can be written to such a ring.
   """
   sharding = jax.typeof(snapshot).sharding
   if any(jax.typeof(ring).sharding.spec) or not any(sharding.spec):
@@ -215,7 +217,11 @@ def snapshots(opt_state: optax.OptState) -> optax.Params:
 
 
 def one_trajectory(opt_state: optax.OptState, function: str) -> TrajectoryState:
-  """Returns the TrajectoryState; raises ValueError unless there is exactly one, of one run."""
+  """Returns the TrajectoryState in an optimizer state.
+
+  Raises ValueError, which names `function`, unless there is exactly one, and it belongs to one run:
+  ``init`` was not called under ``vmap``.
+  """
   states = _trees.find_states(opt_state, TrajectoryState)
   if len(states) != 1:
     structure = str(jax.tree.structure(opt_state))
