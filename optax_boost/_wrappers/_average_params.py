@@ -294,8 +294,7 @@ class _AverageParams:
     averages = state.average, state.statistics
     # `_snapshot_if` carries the averages through a loop, which needs at least one array.
     if jax.tree.leaves(averages):
-      # Statistics of a batch that `accumulate` dropped are set to NaN, so that `_blend` ignores
-      # them.
+      # Statistics of a batch that `accumulate` dropped are set to NaN, so `_blend` ignores them.
       left_out = _skipped_steps.left_out(state.inner_state, outcome.state) if statistics else None
       statistics = _conditionals.nan_if(left_out, statistics)
       new_params, *operands = self._new_params(call, outcome.result)

@@ -273,7 +273,7 @@ class _FreezeLayers:
   def _first_trained(self, depth: _types.IntScalar) -> int:
     """Returns the first group that a step of this depth may train.
 
-    If `depth` is traced, the result is the lowest depth of the schedule.
+    If `depth` is traced, returns the lowest depth that the schedule may have.
     """
     if isinstance(depth, np.integer | np.ndarray):
       return int(depth)

@@ -178,7 +178,8 @@ def _merge(
   """Returns a tree that takes each leaf, or layer of a stacked leaf, from the result of its group.
 
   `groups` has the group of each leaf. `keys` has the key of each group, and `result_keys` the key
-  of each of the `results`. Frozen groups have no result; their leaves come from the last group's.
+  of each of the `results`. A group without a result is frozen; its leaves are taken from the result
+  of the last group.
   """
 
   def take(group: _state_layout.LeafGroup, *values: jax.Array) -> jax.Array:

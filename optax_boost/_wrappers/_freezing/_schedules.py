@@ -127,8 +127,7 @@ def _spread_depths(num_groups: int, max_depths: int) -> np.ndarray:
 def _python_number(name: str, value: float | np.ndarray, **limits: Any) -> float:
   """Returns a number as a float; raises TypeError for a JAX array.
 
-  Error messages call the number `name`. `limits` are arguments of ``check_number``, such as
-  `minimum`.
+  Error messages call the number `name`. `limits` are further arguments of ``check_number``.
   """
   _checks.check_number(name, value, **limits)
   if _checks.is_array(value):
@@ -251,8 +250,8 @@ def _interval_pattern(share: float) -> np.ndarray:
   freezes: list[bool] = []
   frozen = 0
   for step in range(1, period + 2):
-    # MindSpore computes a share of 0.3 as 1 - 0.7, which is a little more than 0.3. So a step
-    # freezes groups even if exactly 0.3 of the steps before did.
+    # MindSpore computes the share as 1 - freeze_p. The share 1 - 0.7 is a little more than 0.3, so
+    # a step freezes groups even if exactly 0.3 of the steps before did.
     freezes.append(frozen / step < share)
     frozen += freezes[-1]
   return np.array(freezes[1:])

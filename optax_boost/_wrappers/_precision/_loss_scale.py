@@ -185,8 +185,7 @@ def _check_scales(
   """Raises unless minimum <= initial_scale <= maximum, all in the range of float32."""
   scales = {"minimum": minimum, "initial_scale": initial_scale, "maximum": maximum}
   for name, value in scales.items():
-    # Users may copy the largest float32 as NumPy prints it, which is rounded up. So this number is
-    # allowed.
+    # NumPy prints the largest float32 rounded up. Users may copy this number, so it is allowed.
     _checks.check_number(
       name, value, minimum=float(jnp.finfo(jnp.float32).tiny), maximum=3.4028235e38
     )
