@@ -27,8 +27,9 @@ from optax_boost._foundation import _checks, _paths, _patterns, _types
 
 # A train step is compiled for each length.
 _MOST_LENGTHS = 5
-# Sequences of 256 tokens and more begin at L / 16 and quadruple, shorter ones begin at L / 8 and
-# double. Long ones learned more so in the same time, short ones less (long_levels_evidence.md).
+# Sequences of 256 tokens and more begin at L / 16 and quadruple. From these, models learned more in
+# the same time than with lengths that begin at L / 8 and double. From shorter sequences they
+# learned less, so these begin at L / 8 and double (benchmarks/results/long_levels_evidence.md).
 _LONG = 256
 _FACTOR, _FIRST_SHARE = 2, 8
 _LONG_FACTOR, _LONG_FIRST_SHARE = 4, 16
@@ -104,8 +105,8 @@ def sequence_length_warmup(
 ) -> LengthSchedule:
   r"""Makes a schedule of sequence lengths that grow by a factor until they are full.
 
-  Sequences of 256 tokens and more have the lengths L / 16, L / 4 and L; shorter ones have L / 8,
-  L / 4, L / 2 and L, since shorter windows would show them too little context.
+  By default, the lengths are L / 16, L / 4 and L if the full length L is 256 tokens or more. Else
+  they are L / 8, L / 4, L / 2 and L, since windows of L / 16 tokens would have too little context.
 
   With ``growth="linear"``, a length :math:`l_i` begins at the share
   :math:`(l_i - l_1) / (L - l_1)` of the warm-up, when a length that grows linearly from :math:`l_1`
@@ -192,11 +193,11 @@ def cut_sequences(
 ) -> _types.Batch:
   """Cuts each sequence of a batch into windows, which become sequences of a larger batch.
 
-  By default each leaf is cut along axis 1, if this axis has L or L + 1 entries and no later axis
-  has; every other leaf must be named in `axes`. All tokens are kept. Windows of one sequence lie
-  side by side, so a batch that is sharded over its sequences stays so, without communication. If
-  leaves have L + 1 tokens, from which a loss takes inputs and targets, the windows have one token
-  more than `length`, and overlap by one.
+  L is `full_length`. By default an array is cut along axis 1, if axis 1 has L or L + 1 entries and
+  no later axis has L or L + 1. Every other array, except a scalar, must be named in `axes`. All
+  tokens are kept. Windows of one sequence lie side by side, so a batch that is sharded over its
+  sequences stays so, without communication. If leaves have L + 1 tokens, from which a loss takes
+  inputs and targets, the windows have one token more than `length`, and overlap by one.
 
   Args:
     batch: a tree of NumPy or JAX arrays, with B sequences along axis 0. The arrays may be traced.
@@ -217,8 +218,8 @@ def cut_sequences(
   Raises:
     TypeError: `length` is traced, or a leaf is an array of another library.
     ValueError: `length` doesn't divide L; `axes` doesn't name a leaf that is not cut by default, or
-      of which each row sums to 1, as probabilities of L classes do; leaves have unequal numbers of
-      sequences; `axes` has a pattern that matches no leaf, or an axis of another length.
+      a leaf each of whose rows sums to 1, as probabilities of L classes do; leaves have unequal
+      numbers of sequences; `axes` has a pattern that matches no leaf, or an axis of another length.
 
   Examples:
     >>> import numpy as np, optax_boost
@@ -241,7 +242,10 @@ def cut(
   *,
   reads_values: bool,
 ) -> _types.Batch:
-  """Does the same as :func:`cut_sequences`; reads values to find classes only if `reads_values`."""
+  """Cuts a batch as :func:`cut_sequences` does.
+
+  If `reads_values` is False, no values are read, so leaves that hold classes are not refused.
+  """
   _checks.check_whole_number("full_length", full_length, static=True)
   _check_length("length", length, full_length)
   leaves, structure = jax.tree.flatten(batch)
@@ -290,7 +294,11 @@ def match_axes(axes: Mapping[str, LeafAxes] | None, paths: list[str]) -> list[Le
 def _treatment(
   path: str, leaf: Any, named: LeafAxes | None, full_length: int, reads_values: bool
 ) -> LeafAxes | None:
-  """Returns how a leaf is cut, with axes >= 0, or None if `axes` must name the leaf."""
+  """Returns how a leaf is cut, with axes >= 0; None if `axes` must name the leaf, but does not.
+
+  `named` is the value that `axes` has for the leaf, or None. If `reads_values`, a leaf that seems
+  to hold classes must be named.
+  """
   name = _leaf_name(path)
   if not _checks.is_any_array(leaf) and hasattr(leaf, "shape") and not isinstance(leaf, np.generic):
     raise TypeError(
@@ -329,7 +337,10 @@ def _is_real(leaf: Any) -> bool:
 
 
 def _long_axes(shape: tuple[int, ...], full_length: int) -> list[int]:
-  """Returns the axes of L or L + 1 entries after axis 0."""
+  """Returns the axes along which a sequence may be cut, never axis 0 (the batch).
+
+  Such an axis has `full_length` entries, or one more if the inputs and targets share the array.
+  """
   return [i for i, n in enumerate(shape) if i > 0 and n - full_length in (0, 1)]
 
 
@@ -355,7 +366,11 @@ def _check_named(
   full_length: int,
   axes: Mapping[str, LeafAxes],
 ) -> list[LeafAxes]:
-  """Returns the treatments; raises ValueError if one is missing or no leaf is cut."""
+  """Returns the treatments; raises ValueError if one is None or if no leaf is cut.
+
+  A treatment tells how a leaf is cut (:data:`LeafAxes`). It is None for a leaf that `axes` must
+  name; the error message proposes `axes` with such leaves.
+  """
   shapes: dict[str, tuple[int, ...]] = {
     path: getattr(leaf, "shape", ()) for path, leaf in zip(paths, leaves, strict=True)
   }
@@ -389,19 +404,26 @@ def _check_named(
 
 
 def _leaf_name(path: str) -> str:
-  """Returns a leaf's name for a message; a batch that is one array has no path."""
+  """Returns what a message calls a leaf: its path, or "the array" if the batch is one array."""
   return f"the leaf '{path}'" if path else "the array"
 
 
 def leaf_pattern(path: str, paths: list[str]) -> str:
-  """Returns a regular expression for `axes` that matches one leaf and no other."""
+  """Returns a regular expression for `axes` that matches the leaf at `path`, and no other.
+
+  `paths` are the paths of all leaves.
+  """
   pattern = re.sub(r"([^\w/ -])", r"\\\1", path) or ".*"
   search = _patterns.compile_pattern("axes", pattern).search
   return pattern if sum(map(bool, map(search, paths))) == 1 else f"^{pattern}$"
 
 
 def _proposal(shape: tuple[int, ...], long_axes: list[int], counts: set[int]) -> LeafAxes:
-  """Returns a proposal for `axes`, by the shape of a leaf."""
+  """Returns how a leaf of this shape is probably to be cut, which an error message proposes.
+
+  `long_axes` are the axes along which the leaf may be cut. `counts` are the numbers of sequences in
+  the leaves with such axes.
+  """
   if len(long_axes) > 1:
     return long_axes[-2], long_axes[-1]
   if long_axes and long_axes != [1]:
@@ -425,7 +447,10 @@ def _check_sequences(paths: list[str], leaves: list[Any], treatments: list[LeafA
 
 
 def _windows(leaf: Any, how: LeafAxes, length: int, full_length: int) -> Any:
-  """Cuts a leaf into windows along axis 0; windows of one sequence are side by side."""
+  """Returns a leaf cut into windows along axis 0; windows of one sequence lie side by side.
+
+  `how` tells how the leaf is cut (:data:`LeafAxes`); it is not "keep".
+  """
   numpy: Any = np if isinstance(leaf, np.ndarray) else jnp
   shape = jnp.shape(leaf)
 
@@ -440,6 +465,7 @@ def _windows(leaf: Any, how: LeafAxes, length: int, full_length: int) -> Any:
   windows = stacked.reshape(-1, *stacked.shape[2:])
   if how != "positions":
     return windows
-  # A packed sequence that begins within a window has smaller positions than those of the window.
+  # In a packed batch, a sequence may begin inside a window. Its positions count from its own first
+  # token, so they are smaller than the positions counted from the window's start, and are kept.
   own = numpy.arange(windows.shape[1], dtype=windows.dtype)
   return numpy.minimum(windows, own.reshape(-1, *[1] * (windows.ndim - 2)))

@@ -33,7 +33,7 @@ class AutoBoost:
     effects: for each method, what the last call of :meth:`model` or :meth:`optimizer` changed, in
       words, and whether it changed anything.
     length_schedule: the sequence lengths that :meth:`batch` cuts to; None: batches stay whole.
-    batches: the number of batches that were passed to :meth:`batch` of a level for tokens.
+    batches: the number of calls of :meth:`batch`, counted only at a level for tokens.
     cut_batches: the number of batches that :meth:`batch` has cut.
   """
 
@@ -81,7 +81,10 @@ class AutoBoost:
     return "\n".join(map(str.rstrip, lines))
 
   def _explain_sequences(self, schedule: _sequences.LengthSchedule) -> list[str]:
-    """Returns lines about the lengths, the number of cut batches, and the targets that are lost."""
+    """Returns lines for :meth:`explain` about sequences.
+
+    They tell the lengths, how many batches were cut, and which losses lose targets by the cuts.
+    """
     full = schedule.full_length
     begins = ", ".join(
       f"{n} from step {step}" for n, step in zip(schedule.lengths, schedule.starts, strict=True)
@@ -132,16 +135,18 @@ class AutoBoost:
 
     Args:
       batch: a tree of arrays, as for :func:`cut_sequences`.
-      step: the number of the optimizer step, from 0; with :func:`accumulate`, not of a micro-step.
+      step: the number of the optimizer step, counted from 0, without the micro-steps of
+        :func:`accumulate`.
 
     Raises:
-      ValueError: at a level for tokens, the argument `axes` of :func:`auto_boost` must say how to
-        cut a leaf; :func:`cut_sequences` explains `axes`.
+      ValueError: at a level for tokens, the batch has a leaf that must be named in the argument
+        `axes` of :func:`auto_boost`; :func:`cut_sequences` explains `axes`.
     """
     if self.length_schedule is None:
       return batch
     length, full = self.length_schedule(step), self.length_schedule.full_length
-    # Only the first batch is searched for classes, since later masks may look like them by chance.
+    # Only the first batch is searched for leaves that hold classes. In a later batch, the values of
+    # a mask may look like classes by chance.
     first = self.batches == 0
     windows = _sequences.cut(batch, length, full, self.axes, reads_values=first)
     self.batches += 1
@@ -149,7 +154,7 @@ class AutoBoost:
     return windows
 
   def later_batches(self, batch: _types.Batch, step: int = 0) -> list[_types.Batch]:
-    """Returns a batch, cut to each length that comes after that of `step`, as a list of batches.
+    """Returns a list: the batch, cut to each length that comes after the length of `step`.
 
     ``train_step.compile_ahead(state, boost.later_batches(batch))`` compiles the programs of these
     lengths while the first length trains. The list is empty if :meth:`batch` cuts nothing;

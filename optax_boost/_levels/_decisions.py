@@ -32,7 +32,10 @@ Decision: TypeAlias = tuple[_config.Blocks, dict[str, str], str]
 def decide_level(
   level: str, total_steps: int | None, sequence_length: int | None, axes: dict[str, Any]
 ) -> Decision:
-  """Decides by a level of ours; `axes` are the arguments `axis_name` and `local_axis_name`."""
+  """Returns the :data:`Decision` for one of our levels.
+
+  `axes` has the arguments `axis_name` and `local_axis_name` of :func:`auto_boost`.
+  """
   if level == "O0":
     return {}, {}, ""
   if total_steps is None:
@@ -80,7 +83,10 @@ def _for_tokens(total_steps: int, full_length: int) -> _config.Blocks:
 
 
 def warmup_fraction(level: str, tables: list[str] | None) -> tuple[float, str]:
-  """Returns the share of steps before sequences are full, and why; `tables` is None if unknown."""
+  """Returns the share of steps before sequences are full, and the reason, or "" at level O1.
+
+  `tables` are the paths of the model's tables of learned positions; None if these are unknown.
+  """
   if level != "O2":
     return _WARMUP_FRACTION, ""
   if tables is None:
@@ -93,7 +99,11 @@ def warmup_fraction(level: str, tables: list[str] | None) -> tuple[float, str]:
 
 
 def decide_config(level: str, config: _config.Blocks, axes: dict[str, Any]) -> Decision:
-  """Decides by a configuration, with MindSpore's defaults, precedence and exclusions."""
+  """Returns the :data:`Decision` for a configuration of MindSpore.
+
+  MindSpore's defaults are used, and methods that exclude each other are turned off as in MindSpore.
+  `axes` has the arguments `axis_name` and `local_axis_name` of :func:`auto_boost`.
+  """
   values = {
     name: {key: config.get(name, {}).get(key, k.default) for key, k in keys.items()}
     for name, keys in _config.SCHEMA.items()
@@ -140,7 +150,11 @@ def decide_config(level: str, config: _config.Blocks, axes: dict[str, Any]) -> D
 
 
 def _requests(level: str, mode: str, switches: dict[str, bool]) -> tuple[set[str], dict[str, str]]:
-  """Returns the methods that MindSpore's level, mode and switches turn on, and why for each."""
+  """Returns the methods that MindSpore turns on, and for each method why it is on or off.
+
+  `mode` is the configuration's ``boost.mode``. `switches` are the values of the block ``boost``,
+  such as True for ``less_bn``; they count only in the mode "manual".
+  """
   on, why = set(), {}
   for name in METHODS:
     if mode == "manual" and name in switches:

@@ -1,9 +1,10 @@
 """Checks before a training whether the loss can take *windows*, sequences that are cut short.
 
-Positions in a batch may run past a table that the model cuts to the length of its input, and JAX
-then clamps the index silently. A mean over the tokens of each sequence is 0/0 for a window of
-padding. So the loss of the first windows is computed once. Windows also leave the last entries of a
-table of learned positions untrained; two traces of the loss find such a table.
+Two things can go wrong. If the batch holds positions, and the model cuts a table of positions to
+the length of its input, the positions of later windows are beyond the end of the table; JAX clamps
+such indices silently. If the loss takes a mean over the tokens of each sequence, the mean of a
+window of padding is 0/0. So the loss of the first windows is computed once. Windows also leave the
+last entries of a table of learned positions untrained; two traces of the loss find such a table.
 """
 
 from collections.abc import Callable, Mapping
@@ -28,7 +29,11 @@ class _Result(NamedTuple):
   index_error: str
 
   def is_sound(self, like: "_Result | None" = None) -> bool:
-    """Returns whether the value is finite, and no index out of bounds unless one in `like` is."""
+    """Returns whether the value is finite and no index is out of bounds.
+
+    `like` is the result for whole sequences. If it has an index out of bounds, too, only the value
+    is checked.
+    """
     in_bounds = not self.index_error or (like is not None and bool(like.index_error))
     return math.isfinite(self.value) and in_bounds
 
@@ -40,10 +45,12 @@ def check_first_windows(
   schedule: _sequences.LengthSchedule,
   axes: Mapping[str, _sequences.LeafAxes] | None,
 ) -> bool:
-  """Raises ValueError if the loss of the first windows isn't sound; False if it was not computed.
+  """Computes the loss of the first windows; raises ValueError if the loss isn't sound.
 
-  Cuts only the batch: the loss's first argument after the params and a Flax model's state. If an
-  index is out of bounds in windows only, it is an error only if restarting positions at 0 helps.
+  Returns True if the loss was computed, and False if it can't be: `args` lacks the batch, or holds
+  abstract or traced arrays. The batch, which is cut, is the loss's first argument after the params
+  and a Flax model's state. A loss that isn't finite is not sound. An index that is out of bounds
+  only in windows is an error only if positions that begin at 0 in each window would be in bounds.
   """
   number = int(_losses.is_stateful(loss_fn))
   leaves = jax.tree.leaves((params, args))
@@ -101,7 +108,10 @@ def position_tables(
   schedule: _sequences.LengthSchedule,
   axes: Mapping[str, _sequences.LeafAxes] | None,
 ) -> list[str] | None:
-  """Returns the paths of the tables of learned positions; None without a batch. Only traces."""
+  """Returns the paths of the tables of learned positions; None if `args` lacks the batch.
+
+  The loss is traced, but not computed.
+  """
   number = int(_losses.is_stateful(loss_fn))
   if len(args) <= number:
     return None
@@ -146,7 +156,10 @@ def _loss_of_batch(
 
 
 def _unnamed_integers(batch: _types.Batch, named: Mapping[str, _sequences.LeafAxes]) -> list[str]:
-  """Returns a pattern for each integer leaf not in `named`, since any may hold positions."""
+  """Returns a pattern for each leaf of integers that may hold positions.
+
+  These are the leaves with at least two axes that no pattern in `named` matches.
+  """
   paths = _paths.leaf_paths(batch)
   rows = zip(paths, jax.tree.leaves(batch), _sequences.match_axes(named, paths), strict=True)
   return [

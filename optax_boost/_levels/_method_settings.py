@@ -13,7 +13,11 @@ from optax_boost._wrappers import _freezing
 
 
 def schedule(param_groups: int, freeze_type: int = 1, freeze_p: float = 1.0, **ours: Any) -> Any:
-  """Makes our freezing schedule, or MindSpore's, whose share of unfrozen steps is `freeze_p`."""
+  """Makes the freezing schedule of our levels or of MindSpore.
+
+  `ours` are the other arguments of :func:`progressive_freezing`, which our levels use. Without them
+  the schedule is MindSpore's, and `freeze_p` is the share of steps in which nothing is frozen.
+  """
   depths = {"max_depths": max(param_groups, 2)}  # MindSpore has a depth for each group
   if ours:
     return _freezing.progressive_freezing(param_groups, **ours, **depths, anneal=False)
@@ -49,9 +53,11 @@ def with_adasum(
 def subspace_optimizer(
   params: Any, n_components: int, pca_mat_path: Any, weight_load_dir: Any, **numbers: Any
 ) -> optax.GradientTransformationExtraArgs:
-  """Makes MindSpore's DimReduce: SGD of rate 1 as the optimizer, at most two trials of a step.
+  """Makes MindSpore's DimReduce: :func:`dim_reduce` around SGD with a learning rate of 1.
 
-  `params` may be abstract. Checkpoints are read only if there is no file `pca_mat_path`.
+  Each step tries at most two lengths. `params` may be abstract. The subspace is read from the file
+  `pca_mat_path`; if there is no such file, it is fitted to the checkpoints in `weight_load_dir`.
+  `numbers` are further arguments of :func:`dim_reduce`.
   """
   if not jax.tree.leaves(params):
     raise ValueError(

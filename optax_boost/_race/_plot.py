@@ -54,7 +54,11 @@ def draw(result: Any, quantities: Sequence[str], against: Mapping[str, str]) -> 
 
 
 def _ends(result: Any, compared: Sequence[str], budget: str) -> dict[float, str]:
-  """Returns, by the total at which a comparison is made, the name of the curve that ends there."""
+  """Returns where curves end at a comparison, as a dict from total to the name of the curve.
+
+  Each method in `compared` is compared with the baseline at the smaller of their two totals. The
+  curve with this total ends there.
+  """
   ends = {}
   for name in compared:
     at = result.budget(name, budget)

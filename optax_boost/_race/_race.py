@@ -28,11 +28,11 @@ def race(
   vmap_seeds: bool = True,
   progress: bool = True,
 ) -> _result.RaceResult:
-  """Trains with each of several transformations, and compares them with the first, the baseline.
+  """Trains with several transformations, and compares each of them with the first, the baseline.
 
-  For each seed, all methods get the same initial params, batches and keys, so each method is
-  compared with the baseline seed by seed. The two are compared at the point where each of them has
-  spent the smaller of their two totals, for each of three budgets:
+  For each seed, all methods get the same initial params, batches and keys. So a method is compared
+  with the baseline seed by seed. Both are compared at the same cost: the total cost of the one
+  whose training cost less. The cost is measured in three ways, the budgets:
 
   - steps;
   - gradient evaluations, counted with the first seed. A gradient of the loss counts as 1, a value
@@ -58,8 +58,8 @@ def race(
     steps: the number of steps of each training.
     batch_size: the number of examples in a batch; None: all examples. Must be None if `data` is a
       function.
-    seeds: the number of seeds, which then count from 0, or the seeds. More seeds make the intervals
-      narrower; 3 is few.
+    seeds: the seeds, or the number n of seeds, which are then 0, ..., n - 1. More seeds make the
+      intervals narrower; 3 is few.
     evaluate: ``evaluate(params)``, or ``evaluate(params, model_state)`` with `has_model_state`;
       measures on held-out data and returns a scalar or a dictionary of scalars. `race` does not jit
       this function. If the optimizer keeps an average (:func:`average_params`,

@@ -82,7 +82,7 @@ class RaceResult:
     return ~np.isfinite(self.curves[name][LOSS][:, -1])
 
   def budget(self, name: str, of: str) -> float:
-    """Returns the total at which a method and the baseline are compared: the smaller of theirs.
+    """Returns where a method is compared with the baseline: at the smaller of their two totals.
 
     If one of the two diverged on every seed, returns the total of the other. Returns nan if a total
     is unknown.
@@ -98,7 +98,12 @@ class RaceResult:
     return float(np.min([self.spent[method][of][-1] for method in came_through or pair]))
 
   def values(self, name: str, quantity: str, of: str = "steps") -> np.ndarray:
-    """Returns a method's values of a quantity at the method's :meth:`budget` of the kind `of`.
+    """Returns a method's values of a quantity, one for each seed, at the method's :meth:`budget`.
+
+    Args:
+      name: the name of the method.
+      quantity: the name of the quantity, one of :attr:`quantities`.
+      of: the kind of budget, as for :meth:`budget`.
 
     Returns:
       An array ``(n,)``, interpolated between the points of each seed's curve; nan for a seed that
@@ -113,7 +118,7 @@ class RaceResult:
     return np.where(self.diverged(name), math.nan, values)
 
   def _differences(self, name: str, quantity: str, budget: str) -> np.ndarray:
-    """Returns the difference to the baseline for each seed with both values at the budget."""
+    """Returns the method's value minus the baseline's at the budget, for each seed with both."""
     baseline = self._values_at(self.baseline, quantity, budget, self.budget(name, budget))
     differences = self.values(name, quantity, budget) - baseline
     return differences[np.isfinite(differences)]
@@ -160,7 +165,10 @@ class RaceResult:
     }
 
   def _test(self, name: str, quantity: str, budget: str) -> tuple[str, bytes]:
-    """Returns the key of a test; budgets at which a method has equal differences share a key."""
+    """Returns the key of the test that compares a method with the baseline at a budget.
+
+    If a method has equal differences at several budgets, they are one test, with one key.
+    """
     return name, self._differences(name, quantity, budget).tobytes()
 
   def _tests(self, quantity: str, budgets: Sequence[str]) -> dict[tuple[str, bytes], float]:
@@ -213,7 +221,10 @@ class RaceResult:
   def _outcome(
     self, name: str, quantity: str, budget: str, tests: Mapping[tuple[str, bytes], float]
   ) -> str:
-    """Returns a sentence about one budget; "" if no seed has values at the budget."""
+    """Returns the part of a sentence that tells the outcome at one budget.
+
+    Returns "" if no seed has values at the budget. `tests` is the result of :meth:`_tests`.
+    """
     mean, half = self.difference(name, quantity, budget)
     seeds = len(self._differences(name, quantity, budget))
     if not seeds:
@@ -339,7 +350,7 @@ class RaceResult:
 
 
 def p_value(differences: np.ndarray) -> float:
-  """Returns the two-sided p-value of Student's t-test for a mean of `differences` of 0."""
+  """Returns the two-sided p-value of Student's t-test of whether the mean of `differences` is 0."""
   error = np.std(differences, ddof=1) / math.sqrt(len(differences))
   mean = abs(np.mean(differences))
   if not error:
@@ -357,7 +368,10 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def _interpolate(x: np.ndarray, y: np.ndarray, at: float) -> float:
-  """Interpolates the finite points (x, y), where `x` ascends, at `at`; nan outside of the curve."""
+  """Returns the value of a curve at x = `at`, by interpolation; nan outside of the curve.
+
+  `x` and `y` are the curve's points, where `x` ascends. Points that aren't finite are left out.
+  """
   finite = np.isfinite(x) & np.isfinite(y)
   x, y = x[finite], y[finite]
   if not x.size or not x[0] * (1 - _ROUNDING) <= at <= x[-1] * (1 + _ROUNDING):
@@ -366,7 +380,10 @@ def _interpolate(x: np.ndarray, y: np.ndarray, at: float) -> float:
 
 
 def _word(quantity: str, difference: float) -> str:
-  """Returns "better" or "worse" if the quantity's name tells which, else "higher" or "lower"."""
+  """Returns the word for a quantity's difference to the baseline.
+
+  It is "better" or "worse" if the quantity's name tells which, else "higher" or "lower".
+  """
   lower = any(part in quantity.lower() for part in _LOWER_IS_BETTER)
   if lower or any(part in quantity.lower() for part in _HIGHER_IS_BETTER):
     return "better" if (difference < 0) == lower else "worse"

@@ -165,8 +165,9 @@ class Method:
     self._step = problem.train_step(problem.loss_fn, tx)
     self._counting = problem.train_step(self._counter.mark(problem.loss_fn), tx)
     self._vmapped = jax.jit(jax.vmap(lambda *args: self._step(*args)), donate_argnums=0)
-    # If the method freezes layers, the host chooses the program of each step by the number of
-    # frozen groups, so the step can't be vmapped, and the first timed training compiles.
+    # Whether the method freezes layers. Then the host chooses the program of each step by the
+    # number of frozen groups. So the step can't be vmapped, and the first timed training includes
+    # the time for compiling these programs.
     self.freezes = False
     # Whether `evaluate` gets an average of the params.
     self.is_averaged = False
@@ -270,7 +271,9 @@ def train(
 ) -> bool:
   """Counts gradients and times steps on the first seed, then trains the other seeds.
 
-  Returns whether all trainings ended: False after Ctrl-C, if every method has trained a seed.
+  `blocks` are the numbers of steps between points of the curves. Returns True if all trainings
+  ended. After Ctrl-C, returns False if every method has trained a seed, else raises
+  KeyboardInterrupt.
   """
   first, *later_seeds = seeds
   counts = [(name, method.count, (first,)) for name, method in methods.items()]
@@ -292,9 +295,10 @@ def train(
 
 
 def _clock(methods: Mapping[str, Method], blocks: Sequence[int], seed: int) -> None:
-  """Times each block with all methods, one after the other in random order.
+  """Times each block of steps with all methods, in turns.
 
-  So other work on the machine slows all methods alike. Short trainings are timed several times.
+  `blocks` has the number of steps of each block. In each block, the methods take turns in random
+  order, so that other work on the machine slows all alike. Short trainings are timed several times.
   """
   shuffled, spent = random.Random(0), 0.0
   minimum = 2 if any(method.freezes for method in methods.values()) else 1

@@ -46,7 +46,11 @@ class AccumulateState(NamedTuple):
 
 
 class _Window(NamedTuple):
-  """The window after a micro-step, which ``before`` passes to ``after``."""
+  """The window after a micro-step, which ``before`` passes to ``after``.
+
+  `is_full` tells whether the micro-step is the last one of the window. `calls_inner` tells whether
+  the window then makes a step of the inner optimizer.
+  """
 
   gradient_sum: optax.Updates  # the weighted sum, without a dropped micro-batch
   is_full: _types.BoolScalar
@@ -72,8 +76,9 @@ def accumulate(
 
   Args:
     inner: the optimizer that sees the mean gradient.
-    every: micro-steps per inner step, at least 1; or a function from the number of inner steps so
-      far to this number. Raising it gives larger batches in the same memory, and fewer steps.
+    every: the number of micro-steps per inner step, at least 1. Raising it gives larger batches in
+      the same memory, and fewer steps. Or a function: it takes the number of inner steps so far,
+      and returns the number of micro-steps for the next inner step.
     not_finite: what to do with a micro-batch whose gradient is not finite or makes the sum
       overflow. ``"drop"`` leaves the micro-batch out of the mean; a window that drops all its
       micro-batches ends without a step of `inner`. ``"keep"`` adds the micro-batch, so the mean is
@@ -177,7 +182,7 @@ class _Accumulate:
       # arguments that they don't know.
       if _trees.find_states(state.inner_state, AccumulateState):
         extra["weight"] = weight_sum
-      # Statistics of a dropped micro-batch become NaN, which `average_params` ignores.
+      # Statistics of a dropped micro-batch are set to NaN, so that `average_params` ignores them.
       if extra.get("model_state") is not None:
         extra["model_state"] = _conditionals.nan_if(~is_good, extra["model_state"])
       return mean, extra
@@ -217,7 +222,10 @@ class _Accumulate:
     weight: _types.FloatScalar,
     addend: optax.Updates,
   ) -> tuple[_types.Condition, _types.BoolScalar]:
-    """Returns whether a micro-batch is added, and whether its gradient and weight are valid."""
+    """Returns whether a micro-batch is added, and whether its gradient and weight are valid.
+
+    `addend` is the gradient times `weight`, which is to be added to the sum in `state`.
+    """
     weight_is_valid = jnp.isfinite(state.weight_sum + weight) & (weight >= 0)
     grads, _ = call.gradients()
     # Gradients of a scaled loss are added even if they overflowed, since a loss scale in `inner`
@@ -241,8 +249,8 @@ class _Accumulate:
       weight_is_valid, is_finite, may_be_added = _mesh_axes.on_all_devices(
         flags, self.axis_name, _METHOD
       )
-    # If a wrapper around `accumulate` skips the step, the micro-batch must not be added: the sum is
-    # computed in the inner step, where the driver can't undo the addition.
+    # If a wrapper around `accumulate` skips the step, the micro-batch must not be added. The driver
+    # undoes changes of scalars in the state, but not of larger arrays such as the sum.
     is_added = _conditionals.both(call.makes_step, weight_is_valid & may_be_added)
     return is_added, weight_is_valid & is_finite
 
@@ -262,7 +270,7 @@ def _window_length(
   every: _Every,
   inner_count: _types.IntScalar,
 ) -> _types.IntScalar:
-  """Returns the number of micro-steps in a window that ends after `inner_count` inner steps."""
+  """Returns the number of micro-steps in the window that follows `inner_count` inner steps."""
   length = every(inner_count) if callable(every) else every
   if jnp.shape(length) != ():
     raise ValueError(

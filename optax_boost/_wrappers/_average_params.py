@@ -48,7 +48,11 @@ _COLLECTION = "batch_stats/"
 
 
 def _blend(a: jax.Array, x: jax.Array, k: _types.IntScalar, decay: _Decay | None) -> jax.Array:
-  """Returns `a` updated by the k-th snapshot `x`; entries that would not be finite stay."""
+  """Returns the average `a`, updated by the k-th snapshot `x`.
+
+  An entry of `a` is kept if the entry of `x` or the updated entry is not finite. `decay` is the
+  argument of :func:`average_params`; None gives the mean of all snapshots.
+  """
   dtype = a.real.dtype
   if callable(decay):
     share = jnp.asarray(1 - decay(k), dtype)
@@ -57,7 +61,8 @@ def _blend(a: jax.Array, x: jax.Array, k: _types.IntScalar, decay: _Decay | None
     share = complement / -jnp.expm1(k.astype(dtype) * jnp.log1p(-complement))
   else:
     share = 1 / k.astype(dtype)
-  # The first snapshot replaces the average, since its `share` may differ from 1 by rounding.
+  # If the share is 1, `x` is selected, since `a + (x - a)` may differ from `x` by rounding. Unless
+  # `decay` is a function, the first snapshot has the share 1, which may be rounded, too.
   replaces_all = share == 1 if callable(decay) else k == 1
   new = jnp.where(replaces_all, x, a + share * (x - a))
   # `x - a` may overflow though `x` and `a` are finite.
@@ -196,7 +201,10 @@ def _float32_copy(x: jax.typing.ArrayLike | jax.ShapeDtypeStruct) -> Any:
 
 
 def _statistics(model_state: _types.ModelState) -> dict[str, jax.Array]:
-  """Returns the floating-point leaves of a model state, by path without the collection's name."""
+  """Returns the floating-point leaves of a model state, as a dict from path to leaf.
+
+  The paths don't begin with the name of the collection, ``batch_stats``.
+  """
   paths = _statistic_paths(model_state)
   pairs = zip(paths, jax.tree.leaves(model_state), strict=True)
   return {path: x for path, x in pairs if jnp.issubdtype(jnp.result_type(x), jnp.inexact)}
@@ -209,7 +217,10 @@ def _statistic_paths(model_state: _types.ModelState) -> list[str]:
 def _check_statistics(
   averages: dict[str, jax.Array], model_state: _types.ModelState, function: str
 ) -> None:
-  """Raises ValueError unless a model state has a leaf of the path and shape of each average."""
+  """Raises ValueError unless `model_state` has a leaf with the path and shape of each average.
+
+  `averages` is a dict from path to average. The error message names `function`.
+  """
   statistics = _statistics(model_state)
   for path, average in averages.items():
     shape = jnp.shape(average)
@@ -283,7 +294,7 @@ class _AverageParams:
     averages = state.average, state.statistics
     # `_snapshot_if` carries the averages through a loop, which needs at least one array.
     if jax.tree.leaves(averages):
-      # Statistics of a batch that `accumulate` dropped become NaN, which `_blend` ignores.
+      # Statistics of a batch that `accumulate` dropped are set to NaN, so `_blend` ignores them.
       left_out = _skipped_steps.left_out(state.inner_state, outcome.state) if statistics else None
       statistics = _conditionals.nan_if(left_out, statistics)
       new_params, *operands = self._new_params(call, outcome.result)
@@ -304,7 +315,10 @@ class _AverageParams:
     )
 
   def _is_due(self, count: _types.IntScalar, made: _types.Condition) -> _types.BoolScalar:
-    """Returns whether a call takes a snapshot; `count` is the number of steps after the call."""
+    """Returns whether a call takes a snapshot.
+
+    `count` is the number of steps after the call; `made` tells whether the call made a step.
+    """
     start = 0 if self.start is None else self.start
     if _checks.is_integer(self.every) and self.every == 1 and _checks.concrete_number(start) == 0:
       return jnp.asarray(made)
@@ -312,7 +326,11 @@ class _AverageParams:
     return made & (after > 0) & (after % self.every == 0)
 
   def _new_params(self, call: _driver.Call, result: Any) -> tuple[Any, ...]:
-    """Returns ``(function, *operands)``; the new params are ``function(*operands)``."""
+    """Returns a function and its operands, ``(function, *operands)``, that give the new params.
+
+    The function is called only if a snapshot is due. `result` is the result of the step: the new
+    stored params, or the updates.
+    """
     if call.plan.applies_updates:
       return (lambda params: params), call.plan.access.read_new(result)
     return optax.apply_updates, call.params, result
@@ -325,13 +343,17 @@ class _AverageParams:
     snapshot: Callable[..., _types.Tree],
     *operands: Any,
   ) -> _types.SameTree:
-    """Returns the averages; if `is_due`, blends ``snapshot(*operands)`` into them, in place."""
+    """Returns the averages; if `is_due`, updates them in place by a snapshot.
+
+    The snapshot is ``snapshot(*operands)``, a tree like `averages`, which is computed only if
+    `is_due`. `snapshot_count` counts this snapshot, too.
+    """
 
     def take(
       averages: _types.SameTree, k: _types.IntScalar, traced_decay: Any, *operands: Any
     ) -> _types.SameTree:
-      # A Python number is not passed through the loop, which would make an array of it, and round
-      # `decay` before `1 - decay` is computed.
+      # `decay` is passed through the loop only if it is an array. A Python number would become an
+      # array there, and would be rounded before `1 - decay` is computed.
       decay = self.decay if traced_decay is None else traced_decay
 
       def blend(a: jax.Array, p: jax.Array) -> jax.Array:
@@ -350,7 +372,7 @@ def _without_model_state(call: _driver.Call) -> tuple[optax.Updates, _types.Extr
 
 
 def _rounded(p: jax.Array) -> jax.Array:
-  """Returns a half-precision param rounded like the stored param, and other params unchanged."""
+  """Returns `p`; in half precision, makes XLA round `p` as the stored param is rounded."""
   # XLA 18: without the barrier, XLA may leave out the rounding and average unrounded params.
   return jax.lax.optimization_barrier(p) if jnp.dtype(p.dtype).itemsize < 4 else p
 
@@ -474,7 +496,11 @@ def averaging_statistics(opt_state: optax.OptState) -> list[AverageParamsState]:
 
 
 def _snapshots_taken(state: AverageParamsState, function: str, arguments: str) -> _types.IntScalar:
-  """Returns the number of snapshots; raises ValueError if `state` stacks several runs."""
+  """Returns the number of snapshots; raises ValueError if `state` stacks several runs.
+
+  The error message tells how to map the public `function` over the runs. `arguments` is the text of
+  the arguments of `function`.
+  """
   advice = f"Map over its members: `jax.vmap(optax_boost.{function})({arguments})`."
   _tree_checks.require_one_run(state.snapshot_count, function, advice)
   # In the state of an NNX optimizer, a variable wraps the count.

@@ -36,7 +36,7 @@ def layerwise_decay(
   groups: _layer_groups.Groups,
   decay: jax.typing.ArrayLike = 0.75,
 ) -> optax.GradientTransformationExtraArgs:
-  r"""Multiplies the updates of each group of layers by a power of `decay`, of the last group by 1.
+  r"""Multiplies the updates of each group of layers by a factor, which is 1 for the last group.
 
   .. math::
     u \leftarrow \text{decay}^{G - 1 - i} \, u

@@ -129,7 +129,8 @@ class _SkipSpikes:
     unscaled_squares = self._sum_squares(unseen)
     squares = unscaled_squares
     if len(unseen) < len(jax.tree.leaves(grads)):
-      # The loss scale in `inner` unscales the other gradients, and skips a step if they overflow.
+      # The gradients that are not in `unseen` are of a scaled loss, so their norm is divided by the
+      # scale. If they overflow, the loss scale in `inner` skips the step.
       scale = _protocol.requesting_state(state.inner_state, _protocol.LOSS_SCALE).loss_scale
       squares = unscaled_squares + (self._sum_squares(grads) - unscaled_squares) / scale / scale
     norm = jnp.sqrt(squares)

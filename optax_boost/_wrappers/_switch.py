@@ -10,7 +10,8 @@ from optax_boost._form import _protocol, _skipped_steps, _transformation
 from optax_boost._foundation import _arrays, _checks, _conditionals, _types
 
 _METHOD = "switch_after"
-# The wrapper that makes each request about the loss (:mod:`optax_boost._form._protocol`).
+# The requests that a wrapper's state can make about the loss (:mod:`optax_boost._form._protocol`),
+# each with the name of the wrapper.
 _WRAPPERS = {
   _protocol.LOSS_SCALE: "dynamic_loss_scale",
   _protocol.FROZEN_GROUPS: "freeze_layers",
@@ -147,7 +148,10 @@ class _SwitchAfter(NamedTuple):
 
 
 def _refuse_requests(name: str, state: optax.OptState) -> None:
-  """Raises ValueError if `state` holds the state of a wrapper in ``_WRAPPERS``."""
+  """Raises ValueError if `state` holds the state of a wrapper in ``_WRAPPERS``.
+
+  `name` is the argument of :func:`switch_after` that made the state: "first" or "second".
+  """
   for node in _protocol.declaring_states(state, "requests"):
     for request in _WRAPPERS.keys() & set(_protocol.declared(node, "requests")):
       raise ValueError(

@@ -179,8 +179,9 @@ class _FreezeLayers:
     _check_last_group(group_numbers, params, self.schedule.num_groups)
     inner_state = self.inner.init(params)
     layout = self._layout(inner_state, _state_layout.leaf_groups(group_numbers, params))
-    # If all steps have the same depth, each group that is trained has been trained in all steps, so
-    # that both meanings of a count agree.
+    # A count beside moments may count all steps, or only those that trained its group. If all steps
+    # have the same depth, a group that is trained is trained in all steps. Then both counts agree,
+    # and no warning is needed.
     if self.schedule.depths is None or len(self.schedule.depths) > 1:
       _warn_of_uncertain_counts(layout)
     leaves = jax.tree.leaves(inner_state)
@@ -270,7 +271,10 @@ class _FreezeLayers:
     }
 
   def _first_trained(self, depth: _types.IntScalar) -> int:
-    """Returns the first group that a step of this depth may train; the depth may be traced."""
+    """Returns the first group that a step of this depth may train.
+
+    If `depth` is traced, returns the lowest depth that the schedule may have.
+    """
     if isinstance(depth, np.integer | np.ndarray):
       return int(depth)
     return min(self.schedule.depths or (0,))
@@ -311,7 +315,8 @@ def _warn_of_uncertain_counts(layout: _state_layout.StateLayout) -> None:
 def _check_last_group(group_numbers: _types.Tree, params: optax.Params, num_groups: int) -> None:
   """Raises ValueError if no leaf is in the last group, the only one that is never frozen."""
   largest = [int(np.max(number)) for number in jax.tree.leaves(group_numbers)]
-  # With a mask, the last group may consist of hidden leaves, which another optimizer trains.
+  # If ``optax.masked`` hides leaves, the last group may consist of these leaves, which another
+  # optimizer trains.
   if largest and max(largest) < num_groups - 1 and not _masks.masked_paths(params):
     raise ValueError(
       "`groups` must leave a leaf in the last group, which is never frozen; got none in group"

@@ -23,12 +23,17 @@ from optax_boost._form import _compositions
 from optax_boost._foundation import _masks, _placement, _types
 from optax_boost._wrappers._freezing import _state_layout
 
-# Groups with equal keys share one call of ``update``. A key is the number of a class, or counts.
+# The key of a group. Groups with equal keys share one call of ``update``. A key is the tuple of the
+# group's step counts if these are concrete, else the group's class.
 _CallKey: TypeAlias = int | tuple[Any, ...]
 
 
 def group_classes(depths: Sequence[int] | np.ndarray | None, num_groups: int) -> list[int]:
-  """Returns the class of each group: groups share a class if each depth freezes all or none."""
+  """Returns for each group the number of its class.
+
+  Two groups share a class if each of the schedule's `depths` freezes both or neither. If `depths`
+  is None, any depth may occur, so each group has a class of its own.
+  """
   if depths is None:
     return list(range(num_groups))
   return [sum(depth <= group for depth in depths) for group in range(num_groups)]
@@ -55,7 +60,11 @@ class GroupCounts:
   def update_by_group(
     self, update: _compositions.Update, state_groups: _types.Tree, count_positions: _types.Tree
   ) -> _compositions.Update:
-    """Returns an ``update`` that makes the step of each group with the counts of the group."""
+    """Returns an ``update`` that makes the step of each group with the counts of the group.
+
+    `state_groups` and `count_positions` have the structure of the state of `update`. For their
+    values see the properties of :class:`StateLayout`.
+    """
     return functools.partial(self._step, update, state_groups, count_positions)
 
   def advanced(
@@ -65,7 +74,11 @@ class GroupCounts:
     depth: _types.IntScalar,
     made: _types.BoolScalar,
   ) -> tuple[jax.Array, ...]:
-    """Returns the counts of all groups after a step; only those of trained groups have advanced."""
+    """Returns the counts of all groups after a step; the counts of frozen groups are unchanged.
+
+    `before` and `after` are the inner optimizer's states before and after the step, `depth` is the
+    number of frozen groups, and `made` tells whether the step was made.
+    """
     old, new = jax.tree.leaves(before), jax.tree.leaves(after)
     is_trained = (np.arange(len(self.classes), dtype=np.int32) >= depth) & jnp.asarray(made)
 
@@ -88,8 +101,9 @@ class GroupCounts:
   ) -> tuple[optax.Updates, optax.OptState]:
     """Makes a step; returns updates and state.
 
-    If the state of `update` has counts, calls :meth:`_step_by_class`. In a chain or another
-    composition, does so only for the members whose states have counts, and calls the others once.
+    If the state of `update` has no counts, `update` is called once, else once for each class of
+    groups (:meth:`_step_by_class`). But if `update` is a chain or another composition, only its
+    members with counts are called for each class; the other members are called once.
     """
     positions = [position for position in jax.tree.leaves(count_positions) if position >= 0]
     if not positions:
@@ -117,7 +131,10 @@ class GroupCounts:
     state: optax.OptState,
     params: optax.Params | None,
   ) -> tuple[optax.Updates, optax.OptState]:
-    """Calls ``update`` once for each class of groups; returns the merged updates and states."""
+    """Calls ``update`` once for each class of groups; returns the merged updates and states.
+
+    `positions` tells which of :attr:`counts` belong to `state`.
+    """
     keys = [self._call_key(group, positions) for group in range(len(self.classes))]
     if len(set(keys[self.first_trained :])) > 1 and isinstance(
       self.counts[positions[0]], jax.core.Tracer
@@ -142,7 +159,10 @@ class GroupCounts:
     )
 
   def _call_key(self, group: int, positions: Sequence[int]) -> _CallKey:
-    """Returns the counts of a group if they are concrete, else the class of the group."""
+    """Returns the counts of a group if they are concrete, else the class of the group.
+
+    `positions` tells which of :attr:`counts` are meant.
+    """
     values = [self.counts[position] for position in positions]
     if any(isinstance(value, jax.core.Tracer) for value in values):
       return self.classes[group]
@@ -157,8 +177,9 @@ def _merge(
 ) -> _types.SameTree:
   """Returns a tree that takes each leaf, or layer of a stacked leaf, from the result of its group.
 
-  `keys` has a key for each group, `result_keys` for each of the `results`. Frozen groups have no
-  result; they take their leaves from the result of the last group.
+  `groups` has the group of each leaf. `keys` has the key of each group, and `result_keys` the key
+  of each of the `results`. A group without a result is frozen; its leaves are taken from the result
+  of the last group.
   """
 
   def take(group: _state_layout.LeafGroup, *values: jax.Array) -> jax.Array:

@@ -125,7 +125,10 @@ def _spread_depths(num_groups: int, max_depths: int) -> np.ndarray:
 
 
 def _python_number(name: str, value: float | np.ndarray, **limits: Any) -> float:
-  """Returns a number as a float; raises TypeError for a JAX array."""
+  """Returns a number as a float; raises TypeError for a JAX array.
+
+  Error messages call the number `name`. `limits` are further arguments of ``check_number``.
+  """
   _checks.check_number(name, value, **limits)
   if _checks.is_array(value):
     raise TypeError(
@@ -137,7 +140,7 @@ def _python_number(name: str, value: float | np.ndarray, **limits: Any) -> float
 
 
 def _check_share(num_groups: int, frozen_fraction: float) -> tuple[int, float]:
-  """Checks and returns the number of groups and the share, which is 0 if nothing can freeze."""
+  """Checks and returns both arguments; `frozen_fraction` becomes 0 if no group can freeze."""
   num_groups = _check_num_groups(num_groups)
   share = _python_number("frozen_fraction", frozen_fraction, minimum=0.0, below=1.0)
   return num_groups, 0.0 if num_groups == 1 or share <= _ROUNDING else share
@@ -174,8 +177,8 @@ def continuous_freezing(
   depths = _spread_depths(num_groups, max_depths)
   if not share:
     return fixed_freezing(num_groups, 0)
-  # The number of steps with nothing frozen, computed with the rounding errors of MindSpore, since
-  # rounding may change it by one.
+  # The number of steps with nothing frozen is computed with MindSpore's rounding errors, which may
+  # change the number by one.
   nearest = fractions.Fraction(share).limit_denominator(_LONGEST_PERIOD)
   freeze_p = float(1 - nearest) if abs(nearest - share) <= _ROUNDING else 1 - share
   unfrozen = math.floor(freeze_p * (len(depths) - 1) / (1 - freeze_p))
@@ -239,20 +242,26 @@ def interval_freezing(
 
 
 def _interval_pattern(share: float) -> np.ndarray:
-  """Returns for steps 2, 3, ... of one period whether MindSpore freezes; in step 1 it does."""
+  """Returns for steps 2, 3, ... of one period whether MindSpore freezes groups in the step.
+
+  Steps count from 0. MindSpore freezes nothing in step 0, and always freezes groups in step 1.
+  """
   period = fractions.Fraction(share).limit_denominator(_LONGEST_PERIOD).denominator
   freezes: list[bool] = []
   frozen = 0
   for step in range(1, period + 2):
-    # As in MindSpore, a share of 1 - 0.7 is a little more than 0.3, so a step freezes groups even
-    # if exactly 0.3 of the steps before did.
+    # MindSpore computes the share as 1 - freeze_p. The share 1 - 0.7 is a little more than 0.3, so
+    # a step freezes groups even if exactly 0.3 of the steps before did.
     freezes.append(frozen / step < share)
     frozen += freezes[-1]
   return np.array(freezes[1:])
 
 
 def interval_depth(uniform: jax.typing.ArrayLike, num_groups: int) -> jax.Array:
-  """Returns the depth i for a number from [0, 1); its probability is proportional to G - i."""
+  """Returns a depth i from 1 to G - 1, drawn with a probability proportional to G - i.
+
+  `uniform` is a random number from [0, 1), and G is `num_groups`.
+  """
   # As in MindSpore, `uniform` chooses among the depths G-1, G-2, ..., 1, whose weights are 1, 2,
   # ..., G-1 in this order.
   weights = np.cumsum(np.arange(1, num_groups))
@@ -399,7 +408,8 @@ def gradual_unfreezing(
   """
   depths = _spread_depths(num_groups, max_depths)
   _checks.check_whole_number("every", every, static=True)
-  # `allowed[i]` is the largest depth of at most i, for a step that is due to freeze i groups.
+  # Not every number of groups is a depth. In a step that should freeze i groups, `allowed[i]`
+  # groups are frozen: the largest depth that is at most i.
   allowed = depths[np.searchsorted(depths, np.arange(num_groups), side="right") - 1]
 
   def frozen_groups(count: _types.IntScalar, key: jax.Array) -> _types.IntScalar:
@@ -407,7 +417,7 @@ def gradual_unfreezing(
 
   def lasts(count: _types.IntScalar) -> _types.IntScalar:
     depth = jnp.asarray(allowed)[jnp.maximum(num_groups - 1 - count // every, 0)]
-    # The depth changes in the first step that is due to freeze fewer groups.
+    # The depth changes in the first step that should freeze fewer than `depth` groups.
     thaw = (num_groups - depth) * every
     return jnp.where(depth == 0, _checks.LARGEST_COUNT, thaw - count)
 

@@ -70,7 +70,11 @@ LeafGroup: TypeAlias = int | StackedGroups
 
 
 def leaf_groups(numbers: _types.Tree, leaves: _types.Tree) -> _types.Tree:
-  """Returns the :data:`LeafGroup` of each leaf, from its group number or array of numbers."""
+  """Returns the :data:`LeafGroup` of each leaf.
+
+  `numbers` has for each leaf the number of its group, or, for a stacked leaf, an array with the
+  number of each layer's group.
+  """
 
   def leaf_group(number: _layer_groups.GroupNumber, leaf: jax.Array) -> LeafGroup:
     if not isinstance(number, np.ndarray):
@@ -88,7 +92,7 @@ class StateLayout:
   Attributes:
     groups: for each leaf of the state, the group of the param that the leaf belongs to, or None.
     counts: the indices, among the state's leaves, of the step counts that are kept for each group.
-    shared: the types of states whose counts all groups share, but may belong to moments.
+    shared: the types of states whose counts may belong to moments, but are shared by all groups.
     assumed: the types of other authors' states whose counts are taken to belong to moments.
     hidden: the names of compositions (such as ``optax.chain``) whose counts all groups share, since
       the transformations in them can't be called one by one.
@@ -103,19 +107,28 @@ class StateLayout:
 
   @property
   def state_groups(self) -> _types.Tree:
-    """The group of each leaf of the state, or -1, as a tree of the state's structure."""
+    """The group of each leaf of the state, as a tree of the state's structure.
+
+    A leaf that belongs to no param has -1.
+    """
     return jax.tree.unflatten(self.structure, [-1 if g is None else g for g in self.groups])
 
   @property
   def count_positions(self) -> _types.Tree:
-    """The position in `counts` of each leaf of the state, or -1, as a tree of its structure."""
+    """For each leaf of the state its position in `counts`, as a tree of the state's structure.
+
+    A leaf that is not in `counts` has -1.
+    """
     positions = {index: position for position, index in enumerate(self.counts)}
     leaves = [positions.get(index, -1) for index in range(len(self.groups))]
     return jax.tree.unflatten(self.structure, leaves)
 
 
 def inside_wrappers(tree: _types.OptState, num_wrappers: int) -> _types.OptState:
-  """Returns the part of a state, or of a tree like it, inside the states of nested wrappers."""
+  """Returns the state of the optimizer that is inside `num_wrappers` nested wrappers.
+
+  `tree` is the state of the outermost wrapper, or any tree of its structure.
+  """
   for _ in range(num_wrappers):
     tree = tree.inner_state
   return tree
@@ -127,7 +140,11 @@ def select(
   before: _types.OptState,
   after: _types.OptState,
 ) -> _types.OptState:
-  """Returns ``choose(group, old, new)`` for each leaf of a state, or `new` if the group is -1."""
+  """Returns a state that takes each leaf from the state before or after a step.
+
+  A leaf is ``choose(group, old, new)``, where ``group`` is the leaf's group, or an array with the
+  groups of its layers. A leaf that belongs to no param (group -1) is ``new``.
+  """
 
   def select_leaf(group: LeafGroup, old: jax.Array, new: jax.Array) -> jax.Array:
     if group == -1:
@@ -222,7 +239,11 @@ def find_layout(
 def _hidden_counts(
   update: _compositions.Update, count_positions: _types.Tree
 ) -> Iterator[tuple[int, str]]:
-  """Yields (position, name) for counts in compositions whose members can't be called one by one."""
+  """Yields the counts in compositions whose members can't be called one by one.
+
+  For each such count, yields its position in :attr:`StateLayout.counts`, and the name of the
+  composition.
+  """
   positions = [position for position in jax.tree.leaves(count_positions) if position >= 0]
   held_updates = _compositions.held_updates(update) if positions else []
   if not held_updates:
@@ -249,9 +270,11 @@ def _children(node: _types.Tree) -> list[tuple[str, Any]] | None:
 def _kind_of_counts(
   node: _types.Tree, children: list[tuple[str, Any]]
 ) -> Literal["moments", "assumed", "run", "unclear"]:
-  """Returns whether the counters in a node count the steps of moments or of the run.
+  """Returns what the counters in a node of the state count.
 
-  "assumed": another author's, taken to count the steps of moments; "unclear": may be either.
+  "moments": the steps of the moments in the node. "run": all steps. "unclear": either of these.
+  "assumed": as "moments", but by assumption, since the node is not a state of optax's own.
+  `children` are the names and values in the node.
   """
   counters = [name for name, child in children if _is_counter(child)]
   # The counters of this package's methods count the steps of the run.

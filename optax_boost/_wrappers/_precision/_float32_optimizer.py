@@ -57,9 +57,9 @@ class _Float32Optimizer:
 
     makes_step: _types.Condition = True
     is_finite = jnp.asarray(True)
-    # If the updates are checked, gradients are not, since `inner` may handle gradients that are not
-    # finite. Nor are the gradients of a scaled loss: the loss scale in `inner` must see every
-    # overflow, and skips the step itself.
+    # Gradients are not checked if the updates are checked, since `inner` may handle gradients that
+    # are not finite. Gradients of a scaled loss are not checked either: the loss scale in `inner`
+    # must see every overflow, and skips the step itself.
     unseen = _protocol.unseen_by_scale(state.inner_state, call.gradients()[0])
     if unseen and not self.checks_updates:
       makes_step = is_finite = call.passes(
@@ -89,7 +89,11 @@ class _Float32Optimizer:
     )
 
   def _plan(self, outer: _driver.StepPlan, state: optax.OptState) -> _driver.StepPlan:
-    """Returns a plan whose stored params are a pair: those of `outer`, and the masters or None."""
+    """Returns the plan with which `inner` is called.
+
+    Its stored params are a pair: the stored params of `outer`, the plan with which this wrapper is
+    called, and the masters, or None without masters.
+    """
 
     def read(stored: _driver.StoredParams) -> optax.Params:
       params, masters = outer.access.read(stored[0]), stored[1]
@@ -126,9 +130,10 @@ class _Float32Optimizer:
     return jax.random.fold_in(key, state.count)
 
   def _follow(self, masters: optax.Params, params: optax.Params) -> optax.Params:
-    """Returns the masters. A param that was changed since the last step replaces its master.
+    """Returns the masters; where a param was changed since the last step, returns the param.
 
-    A param was changed if it is not the master, rounded to nearest (with a key: to a neighbour).
+    A param was changed if it is not the rounded master: the nearest number or, if there is a key,
+    one of the two neighbours. Where a param is not finite, returns the master.
     """
 
     def follow(m: jax.Array, p: jax.Array) -> jax.Array:

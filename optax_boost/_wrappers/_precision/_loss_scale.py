@@ -40,7 +40,11 @@ def _next_scale(
   minimum: jax.typing.ArrayLike,
   maximum: jax.typing.ArrayLike,
 ) -> tuple[_types.FloatScalar, _types.IntScalar, _types.IntScalar]:
-  """Returns the scale, the growth count and the hysteresis count after a step."""
+  """Returns the scale, the growth count and the hysteresis count after a step.
+
+  `is_finite` is False if the step overflowed. The keyword arguments are those of
+  :func:`dynamic_loss_scale`.
+  """
   if growth_interval is None:
     return scale, growth_count, hysteresis_count
   hysteresis_count = _arrays.increment_if(~is_finite, hysteresis_count)
@@ -181,7 +185,7 @@ def _check_scales(
   """Raises unless minimum <= initial_scale <= maximum, all in the range of float32."""
   scales = {"minimum": minimum, "initial_scale": initial_scale, "maximum": maximum}
   for name, value in scales.items():
-    # The largest float32, rounded up as NumPy prints it: users may copy it.
+    # NumPy prints the largest float32 rounded up. Users may copy this number, so it is allowed.
     _checks.check_number(
       name, value, minimum=float(jnp.finfo(jnp.float32).tiny), maximum=3.4028235e38
     )

@@ -62,7 +62,11 @@ def round_like(
 def _draws(
   key: jax.Array, leaves: Sequence[jax.Array], targets: Sequence[jax.Array]
 ) -> list[jax.Array | None]:
-  """Returns random numbers in [0, 1) for each leaf, or None if it has the dtype of its target."""
+  """Returns for each leaf random numbers in [0, 1), one for each entry, or None.
+
+  `targets` are the params to whose dtypes the leaves are rounded. A leaf has None if it has the
+  dtype of its target already, so that it isn't rounded.
+  """
   keys = jax.random.split(key, max(len(leaves), 1))
   draws: list[jax.Array | None] = [None] * len(leaves)
   for indices in _arrays.group_small_leaves([None] * len(leaves), leaves, targets):
