@@ -109,8 +109,9 @@ def _difference(
 def _array_difference(expected: optax.OptState, opt_state: optax.OptState) -> str:
   """Returns, in words, how an array differs from the expected array of the same path, or "".
 
-  Shapes and kinds of numbers must agree, not dtypes: the first update of another package may change
-  a leaf's precision. It may also make arrays of Python numbers, so scalars are not compared.
+  Shapes and kinds of numbers (floating, complex, integer) must agree. Dtypes may differ, since the
+  first update of a transformation of another package may change a leaf's precision. Such an update
+  may also make an array from a Python number, so scalars are not compared.
   """
   leaves = dict(zip(_paths.leaf_paths(opt_state), jax.tree.leaves(opt_state), strict=True))
   for path, array in zip(_paths.leaf_paths(expected), jax.tree.leaves(expected), strict=True):
