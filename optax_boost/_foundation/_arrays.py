@@ -110,10 +110,13 @@ def sum_squares_of_tree(tree: _types.Tree) -> jax.Array:
 
 
 def group_small_leaves(keys: Sequence[Hashable], *columns: Sequence[jax.Array]) -> list[list[int]]:
-  """Groups the indices of leaves: small leaves with equal keys and types share a list.
+  """Returns groups of indices; the leaves of a group can be stacked and reduced in one kernel.
 
-  Each column has a leaf for each key. Callers stack the leaves of a list along a new axis, so
-  sharded leaves stay on their devices.
+  Each column is a list of leaves, such as the weights or the gradients. The index ``i`` stands for
+  ``keys[i]`` and the i-th leaf of each column. Indices are in one group if their leaves are small,
+  their keys are equal, and their leaves have equal types (shape, dtype and sharding). Any other
+  index is a group of its own. Callers stack the leaves of a group along a new axis, so sharded
+  leaves stay on their devices.
   """
   groups: dict[Hashable, list[int]] = {}
   for i, (key, *leaves) in enumerate(zip(keys, *columns, strict=True)):
@@ -124,7 +127,11 @@ def group_small_leaves(keys: Sequence[Hashable], *columns: Sequence[jax.Array]) 
 
 
 def chunk_small_leaves(*trees: _types.Tree) -> list[list[list[jax.Array]]]:
-  """Returns chunks of leaves, each for one reduction; a chunk has a list of leaves of each tree."""
+  """Returns the leaves of `trees` in chunks, each of which one loop can reduce.
+
+  All trees have equally many leaves. A chunk has a list for each tree: its leaves at the positions
+  of the chunk. These are one large leaf, or up to `_TOGETHER` small leaves of equal types.
+  """
   columns = list(map(jax.tree.leaves, trees))
   groups = group_small_leaves([None] * len(columns[0]), *columns)
   chunks = [group[i : i + _TOGETHER] for group in groups for i in range(0, len(group), _TOGETHER)]

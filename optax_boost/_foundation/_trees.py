@@ -71,7 +71,11 @@ def find_states(opt_state: _types.Tree, state_type: type[_State]) -> list[_State
 
 
 def once_per_tree(plan: Callable[..., _Plan]) -> Callable[..., _Plan]:
-  """Returns `plan` with a cache by the tree's structure and shapes, so it warns once per tree."""
+  """Returns `plan` with a cache, so that ``plan(tree, *static)`` runs, and warns, once per tree.
+
+  Trees with equal structures and shapes share a result, if the hashable arguments `static` are
+  equal, too.
+  """
   plans: dict[Hashable, Any] = {}
 
   def cached(tree: _types.Tree, *static: Hashable) -> _Plan:
