@@ -24,7 +24,8 @@ import optax
 
 from optax_boost._form import _form
 
-# Transformations that replace the updates of what they hold, at least in some steps.
+# Transformations that return other updates than the transformations that they hold, at least in
+# some steps.
 _REPLACING = (
   *("laperm", "switch_after", "optax.lookahead"),
   *("optax.mechanize", "optax.sam", "optax.schedule_free"),

@@ -121,7 +121,10 @@ def is_requested(opt_state: optax.OptState, request: str) -> bool:
 
 
 def requesting_state(opt_state: optax.OptState, request: str) -> optax.OptState:
-  """Returns the state that declares a request, or None; raises ValueError for several."""
+  """Returns the state in `opt_state` that declares a request, or None if no state does.
+
+  Raises ValueError if several states declare the request.
+  """
   states = _requesting_states(opt_state, request)
   if len(states) > 1:
     types = ", ".join(type(state).__name__ for state in states)
@@ -168,7 +171,10 @@ def renew_full_gradients(
 
 
 def _field(state: _types.Tree, state_type: type, field: str, kind: str) -> Any:
-  """Returns a field of a state or of its class; raises TypeError if there is no such field."""
+  """Returns a field of a state or of its class; raises TypeError if there is no such field.
+
+  `kind` is the declaration that names the field, such as ``"metrics"``.
+  """
   if not hasattr(state, field):
     raise TypeError(
       f"`{state_type.__name__}` declares `{field}` in its `{kind}`, but has no such field. Its"

@@ -42,7 +42,10 @@ def copy_arrays(
 
 
 def as_jax(tree: _types.SameTree) -> _types.SameTree:
-  """Returns a tree with its floating-point NumPy arrays as JAX arrays; float64 needs x64."""
+  """Returns a tree with its floating-point or complex NumPy arrays as JAX arrays.
+
+  Without x64, float64 becomes float32.
+  """
 
   def convert(leaf: _types.Leaf) -> _types.Leaf:
     is_numpy = isinstance(leaf, np.ndarray | np.generic)
@@ -52,7 +55,10 @@ def as_jax(tree: _types.SameTree) -> _types.SameTree:
 
 
 def accumulator_dtype(dtype: _types.Dtype) -> jnp.dtype:
-  """Returns the dtype in which `dtype` is summed: at least float32; float64 needs x64."""
+  """Returns the dtype in which arrays of `dtype` are summed, which is at least float32.
+
+  Without x64, this is float32 for float64.
+  """
   dtype = jax.dtypes.canonicalize_dtype(dtype)
   # Compare sizes, since the user may have forbidden promotion (`jax.numpy_dtype_promotion`).
   is_wide_enough = jnp.issubdtype(dtype, jnp.inexact) and jnp.dtype(dtype).itemsize >= 4
@@ -60,7 +66,10 @@ def accumulator_dtype(dtype: _types.Dtype) -> jnp.dtype:
 
 
 def widest_dtype(tree: _types.Tree) -> jnp.dtype:
-  """Returns the dtype in which real leaves are summed: float64 if a leaf has it, else float32."""
+  """Returns the dtype for a sum over all leaves, which are real: at least float32.
+
+  The dtype is float64 if a leaf is float64, else float32.
+  """
   dtypes = [accumulator_dtype(leaf.dtype) for leaf in jax.tree.leaves(tree)]
   return max(dtypes, key=lambda dtype: dtype.itemsize, default=jnp.dtype(jnp.float32))
 

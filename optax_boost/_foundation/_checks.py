@@ -55,7 +55,7 @@ def _is_real(dtype: _types.Dtype) -> bool:
 def concrete_number(value: _types.Unchecked) -> Any:
   """Returns the number in a scalar array, and any value that is not an array unchanged.
 
-  Returns None if the array is traced, has axes, or is not whole in this process.
+  Returns None if the array is traced or has axes, or if this process does not hold the number.
   """
   if not is_any_array(value):
     return value

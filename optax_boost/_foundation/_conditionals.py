@@ -94,7 +94,8 @@ def update_if(
 ) -> tuple[optax.Updates, optax.OptState]:
   """Returns ``update(state)`` if `condition`, else zero updates and `state`.
 
-  `shapes` has the updates' types. If it is None, `update` is traced once more to find the types.
+  `shapes` is a tree with the type (shape, dtype and sharding) of each update. If `shapes` is None,
+  `update` is traced once more to find the types.
   """
 
   def step(state: optax.OptState) -> tuple[optax.Updates, optax.OptState]:

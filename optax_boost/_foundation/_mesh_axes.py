@@ -65,7 +65,10 @@ def vary(x: jax.Array, like: _types.ArrayType) -> jax.Array:
 
 
 def on_all_devices(flags: jax.Array, axis_name: _types.AxisName | None, method: str) -> jax.Array:
-  """Returns for each flag whether it is True on all devices along mesh axes (None: unchanged)."""
+  """Returns for each flag whether it is True on all devices along the mesh axes `axis_name`.
+
+  If `axis_name` is None, returns `flags` unchanged.
+  """
   if axis_name is None:
     return flags
   require_axis("axis_name", axis_name, method)

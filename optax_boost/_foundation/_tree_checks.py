@@ -95,17 +95,23 @@ KEEP_OUT = (
 
 
 def check_floating(tree: _types.Tree, method: str, advice: str | None = None) -> None:
-  """Raises TypeError, ending with `advice`, unless all leaves are real floating-point arrays."""
+  """Raises TypeError unless all leaves are real floating-point arrays.
+
+  The message about a leaf of another dtype ends with `advice`.
+  """
   _check_dtype(tree, method, advice, jnp.floating, "real floating-point")
 
 
 def check_inexact(tree: _types.Tree, method: str, advice: str | None = None) -> None:
-  """Raises TypeError unless all leaves are floating-point arrays, real or complex."""
+  """Raises TypeError unless all leaves are floating-point arrays, real or complex.
+
+  The message about a leaf of another dtype ends with `advice`.
+  """
   _check_dtype(tree, method, advice, jnp.inexact, "floating-point")
 
 
 def check_gradients(gradients: _types.Updates, params: _types.Params, source: str) -> None:
-  """Raises unless the gradients that a function called `source` returned fit the params."""
+  """Raises unless `gradients` fit `params`; the message names `source`, which returned them."""
   got: _types.TreeDef = jax.tree.structure(gradients)
   want: _types.TreeDef = jax.tree.structure(params)
   if got == want:

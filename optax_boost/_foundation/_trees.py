@@ -57,7 +57,7 @@ def nodes(tree: _types.Tree) -> list[Any]:
 
 
 def child_indices(tree: _types.Tree, node: _types.Tree) -> tuple[int, ...]:
-  """Returns, for each level from a tree down to one of its nodes, the index of the child."""
+  """Returns the path from `tree` to one of its nodes, as the index of a child on each level."""
   return next(indices for indices, found in _indexed_nodes(tree) if found is node)
 
 
