@@ -72,7 +72,10 @@ def step_in_place(
   params: optax.Params,
   extra_args: _types.ExtraArgs,
 ) -> tuple[optax.Params, optax.OptState]:
-  """Computes :func:`apply_gradients` for checked arguments."""
+  """Makes the step of :func:`apply_gradients`, without its checks and conversions of arguments.
+
+  Returns the new params and the new state.
+  """
 
   def gradients() -> tuple[optax.Updates, _types.ExtraArgs]:
     return grads, dict(extra_args)

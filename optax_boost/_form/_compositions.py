@@ -1,9 +1,10 @@
 """Finds and replaces the transformations that a transformation holds.
 
 A transformation of this package lists its held transformations in its
-:class:`~optax_boost._form._form.Form`, and a user's wrapper in an attribute `wraps` of ``update``
-or of the object that has the method ``update``. A composition of optax, such as ``optax.chain``,
-keeps them in variables of its ``update``; the table ``_OPTAX`` lists these variables.
+:class:`~optax_boost._form._form.Form`. A user's wrapper lists its held transformations in an
+attribute `wraps`, of ``update`` or of the object that has the method ``update``. A composition of
+optax, such as ``optax.chain``, keeps its held transformations in variables of enclosing functions
+that its ``update`` uses; the table ``_OPTAX`` lists these variables.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -26,10 +27,11 @@ class _Composition(NamedTuple):
   """Where a composition of optax, such as ``optax.chain``, keeps its held transformations.
 
   Attributes:
-    variables: the names of the variables of its ``update`` that contain the held transformations.
+    variables: the names of the variables that contain the held transformations. The ``update`` of
+      the composition uses these variables of enclosing functions.
     states: a function that takes the composition's state and the values of these variables, and
-      returns the states of the held transformations in the same order. None if the paths of the
-      params differ between the composition and the held transformations.
+      returns the states of the held transformations in the same order. None if the composition
+      gives the held transformations params whose paths are not the paths of its own params.
   """
 
   variables: tuple[str, ...]
@@ -64,7 +66,10 @@ _OPTAX = {
 def with_mapped_updates(
   tx: optax.GradientTransformationExtraArgs, function: Callable[[optax.Updates], optax.Updates]
 ) -> optax.GradientTransformationExtraArgs:
-  """Returns a transformation with the states of `tx` and ``function(updates)`` as updates."""
+  """Returns a transformation with the states of `tx`, and with ``function(updates)`` as updates.
+
+  `updates` are the updates of `tx`.
+  """
 
   def update(
     grads: optax.Updates, state: optax.OptState, params: optax.Params | None = None, **extra: Any
@@ -77,7 +82,11 @@ def with_mapped_updates(
 
 
 def name_in_optax(update: Update) -> str | None:
-  """Returns the name of optax's function that made an ``update``, such as ``"chain"``, or None."""
+  """Returns the name of the optax function that made an ``update``, such as ``"chain"``.
+
+  Returns None for the ``update`` of any other package, and for a function that wraps an ``update``,
+  as ``jax.jit`` does.
+  """
   from_optax = (getattr(update, "__module__", None) or "").partition(".")[0] == "optax"
   if not from_optax or hasattr(update, "__wrapped__"):
     return None
@@ -127,8 +136,10 @@ def held_updates(update: Update) -> list[Update]:
 def held_states(update: Update, state: optax.OptState) -> Sequence[optax.OptState] | None:
   """Returns the states of the transformations that :func:`held_updates` lists, in the same order.
 
-  Returns None if callers must not replace these transformations (:func:`replace_held_updates`).
-  `state` may be any tree with the structure of the state.
+  For ``optax.inject_hyperparams``, returns the state of the transformation that each step makes.
+  Returns None if callers must not call :func:`replace_held_updates` for this `update`. `state` is
+  the state of the holding transformation, or another tree with the same structure. For such a tree,
+  the results are parts of this tree.
   """
   form = _form.form_of(update)
   if form is not None:
@@ -193,7 +204,10 @@ def _is_jitted(update: Update) -> bool:
 
 
 def _map_updates(value: Any, function: Callable[[Update], Update]) -> Any:
-  """Returns `value`, maybe a container, with ``function(update)`` for each ``update`` in it."""
+  """Returns `value` with ``function(update)`` in place of each ``update`` in it.
+
+  `value` is an ``update``, a transformation, or a dict, list or tuple that contains some of these.
+  """
   if isinstance(value, optax.GradientTransformation):
     return optax.GradientTransformationExtraArgs(value.init, function(value.update))
   if isinstance(value, dict):
@@ -209,7 +223,11 @@ def around_innermost(
     [optax.GradientTransformationExtraArgs], optax.GradientTransformationExtraArgs
   ],
 ) -> optax.GradientTransformationExtraArgs:
-  """Returns `tx` with ``function(inner)`` in place of `inner`, what its wrappers hold."""
+  """Returns `tx` with ``function(inner)`` in place of its innermost transformation `inner`.
+
+  `inner` is what the wrappers of this package in `tx` hold. If `tx` is not a wrapper, returns
+  ``function(tx)``.
+  """
   form = _form.form_of(tx.update)
   if form is None or not form.holds_an_optimizer or form.rebuild is None:
     return function(tx)

@@ -72,9 +72,10 @@ class StepPlan:
       which has a reverse-mode derivative.
     checks_result: whether a step is skipped if it would make an entry NaN or infinite.
     on_all_devices: takes a flag; returns whether it is True on all devices that make the step.
-    change: takes the innermost transformation; returns the one that is called in its place. The
-      changes of inner wrappers act on the updates first. Since updates change inside of all
-      wrappers, every wrapper sees the updates that are added to the params.
+    change: takes the innermost transformation; returns the transformation that the driver calls
+      instead, such as one that scales the updates. If several wrappers change updates, the change
+      of the innermost wrapper comes first. All changes are made before any wrapper's `after` is
+      called, so every wrapper sees the updates that are added to the params.
     cast_updates: casts updates to their final dtypes, before they are applied. None: no cast.
     access: how the step reads and writes the params.
   """
@@ -90,7 +91,11 @@ class StepPlan:
   def with_check(
     self, on_all_devices: Callable[[_types.BoolScalar], _types.BoolScalar]
   ) -> "StepPlan":
-    """Returns a plan that also skips a step that would make an entry NaN or infinite."""
+    """Returns a plan that also skips a step that would make an entry NaN or infinite.
+
+    `on_all_devices` takes the result of this check on one device, and returns whether the check has
+    passed on all devices that make the step.
+    """
     outer = self.on_all_devices
     return dataclasses.replace(
       self, checks_result=True, on_all_devices=lambda flag: outer(on_all_devices(flag))
@@ -127,9 +132,11 @@ class Call(NamedTuple):
 
   Attributes:
     gradients: a function that returns the gradients and the extra arguments.
-    stored_params: the params, as ``plan.access`` reads them; None if ``update`` got no params.
-    makes_step: whether the step is made. `before` sets the condition of its wrapper, and the driver
-      combines the conditions of all wrappers around the transformation.
+    stored_params: the stored params, from which ``plan.access`` reads the params; None if
+      ``update`` got no params.
+    makes_step: whether the step is made. A wrapper's `before` sets the condition of this wrapper
+      only, and the driver combines this condition with the conditions of all outer wrappers.
+    plan: how the innermost transformation makes its step.
   """
 
   gradients: Gradients
@@ -163,6 +170,8 @@ class Outcome(NamedTuple):
 
   Attributes:
     result: the new stored params, or the updates (zeros if no step was made).
+    state: the new state of the called transformation.
+    made: whether the innermost transformation made its step.
     failed_check: whether the step was skipped because its result would not have been finite.
   """
 
@@ -188,18 +197,21 @@ class Wrapper(Protocol):
     """Returns the initial state."""
 
   def before(self, call: Call, state: optax.OptState) -> tuple[Call, optax.OptState, Any]:
-    """Returns the call of `inner`, the new state, and a value that `after` gets as `context`.
+    """Returns the call of `inner`, the wrapper's new state, and the argument `context` of `after`.
 
-    The driver keeps the old state if an outer wrapper skips the step (not ``call.makes_step``).
+    `call` is the call of the wrapper, and `state` is the wrapper's state. If ``call.makes_step`` is
+    False, an outer wrapper skips the step, and the driver keeps `state` instead of the new state.
     """
 
   def after(
     self, call: Call, outcome: Outcome, state: optax.OptState, context: Any
   ) -> tuple[StepResult, optax.OptState]:
-    """Returns the call's result and the new state, from the `outcome` of `inner`'s call.
+    """Returns the result of the wrapper's call, and the wrapper's new state.
 
-    If ``call.makes_step`` is False, the driver keeps the old scalars of the state. It does not
-    select between larger arrays, so `after` updates these by ``call.compute_if``, in place.
+    `outcome` is what the call of `inner` returned. `state` and `context` are the new state and the
+    value that `before` returned. If ``call.makes_step`` is False, the driver undoes changes of
+    scalars in the state, but not of arrays with axes. So `after` must change such arrays through
+    ``call.compute_if``, which leaves them as they are in a skipped step.
     """
 
 
@@ -224,8 +236,9 @@ def run(tx: optax.GradientTransformation, call: Call, state: optax.OptState) -> 
   result, last_state = wrapper.after(call, outcome, new_state, context)
   last_state = _new_if(call.makes_step, last_state, new_state, scalars_only=True)
   last_state = last_state._replace(inner_state=outcome.state, made=jnp.asarray(outcome.made))
-  # Of the wrappers that called `with_check`, only the innermost counts the steps that fail the
-  # check. So wrappers around it see False.
+  # If several wrappers call `with_check`, only the innermost of them counts the steps that fail the
+  # check. So the wrappers around a wrapper that calls `with_check` get False. A wrapper has called
+  # `with_check` if its `before` has replaced the plan's `on_all_devices`.
   asks = inner_call.plan.on_all_devices is not call.plan.on_all_devices
   failed_check = jnp.asarray(False) if asks else outcome.failed_check
   return Outcome(result, last_state, outcome.made, failed_check)
@@ -238,7 +251,10 @@ def _new_if(
   *,
   scalars_only: bool = False,
 ) -> optax.OptState:
-  """Returns `new` if `condition`, else `old`; with `scalars_only`, arrays with axes are new."""
+  """Returns the state `new` if `condition` holds, else the state `old`.
+
+  If `scalars_only`, only scalars are selected by the condition; all other arrays are from `new`.
+  """
   if condition is True:
     return new
 
@@ -299,7 +315,8 @@ def _run_innermost(tx: optax.GradientTransformation, call: Call, state: optax.Op
   if makes_step is True:
     result, new_state = step(call.stored_params, state)
   elif _conditionals.is_concrete(makes_step) and makes_step and checked is not None:
-    # Outside of a trace, the check has computed the updates already; they are applied.
+    # Outside of a trace, the check has already computed the updates. They are applied, without
+    # computing them again.
     result, new_state = apply(call.stored_params, *checked)
   elif plan.applies_updates:
     made, result, new_state = plan.compute_if(makes_step, step, call.stored_params, state)
@@ -313,5 +330,8 @@ def _run_innermost(tx: optax.GradientTransformation, call: Call, state: optax.Op
 
 
 def _as_condition(flag: _types.Condition) -> _types.Condition:
-  """Returns `flag` if it is an array; else True, since no state told whether a step was made."""
+  """Returns `flag`, a result of `made_step`, if it is a JAX array; else Python's True.
+
+  If `flag` is not a JAX array, no state tells whether a step was made, so a step was made.
+  """
   return flag if isinstance(flag, jax.Array) else True

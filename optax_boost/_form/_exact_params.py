@@ -1,7 +1,8 @@
 """Adds updates to params, or takes the exact new params from the state of ``sgperm`` or ``laperm``.
 
-The states of these methods hold the new params, a permutation of earlier params (``exact`` in
-:mod:`optax_boost._form._protocol`), since a param plus its update may miss it by one rounding.
+The new params of these methods are a permutation of earlier params. A param plus its update may
+miss the new param by one rounding. So the state holds the new params (``exact`` in
+:mod:`optax_boost._form._protocol`).
 """
 
 import functools
@@ -41,7 +42,11 @@ def _exact_if_reached(
   update: jax.Array,
   exact: jax.Array | optax.MaskedNode,
 ) -> jax.Array:
-  """Returns `exact` in entries where `update` equals ``exact - old``, and `new` in the others."""
+  """Returns `exact` in entries where `update` equals ``exact - old``, and `new` in the others.
+
+  `old` and `exact` are the old and the new param, and `new` is ``old + update``, which may be
+  rounded. If `is_valid` is False, the state's exact params don't count, and `new` is returned.
+  """
   if _masks.is_masked(exact) or jnp.shape(exact) != jnp.shape(new):
     return new
   exact = _placement.in_device_memory(exact).astype(new.dtype)

@@ -22,8 +22,9 @@ from optax_boost._foundation import _arrays, _conditionals, _placement, _types
 # small, since the time to compile a loop grows with the square of the number of its params.
 _SMALL = 8192
 _TOGETHER = 8
-# XLA 12: XLA for CPUs stores the terms of a sum, so entries are summed in links: sums of at least
-# this number of entries, each of which is computed before the entries of the next link are read.
+# XLA 12: XLA for CPUs stores the terms of a sum. So the entries are summed in links, which are
+# parts of at least this number of entries. The sum of a link is finished before the entries of the
+# next link are read.
 _LINK = 2**19
 
 # A new array and the old array that it replaces, or None if there is no old array.
@@ -42,8 +43,9 @@ def all_finite(
 ) -> _types.BoolScalar:
   """Returns whether all entries of ``divide(tree)`` are finite; `divide` divides by `divisor`.
 
-  A finite sum of squares proves it; XLA for CPUs stores nothing for this sum. Only if the sum
-  overflows, a loop checks every entry of the quotients, and XLA stores the quotients.
+  First, the squares of the quotients are summed. If the sum is finite, all entries are finite. XLA
+  for CPUs stores nothing for this sum. Only if the sum is not finite, a loop checks every entry of
+  the quotients, and XLA stores the quotients.
   """
   tree = jax.lax.stop_gradient(tree)
   squares = _arrays.sum_squares_of_tree(tree).astype(jnp.float32) / divisor / divisor
@@ -104,7 +106,7 @@ def _has_wide_range(dtype: _types.Dtype) -> bool:
 
 
 def _inexact_pairs(new: _types.Tree, old: _types.Tree) -> list[_Pair]:
-  """Returns the pairs of floating-point or complex leaves; integers are always finite."""
+  """Returns the pairs ``(new, old)`` of leaves, but no integers, since these are always finite."""
   pairs = zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True)
   return [pair for pair in pairs if jnp.issubdtype(jnp.result_type(pair[0]), jnp.inexact)]
 
@@ -124,7 +126,8 @@ def _group_by_param(
   seen: collections.Counter[Any] = collections.Counter()
   for pair in state_pairs:
     params = by_kind.setdefault(kind(pair), [[]])
-    # Moments have the order of the params: the n-th pair of a kind belongs to its n-th param.
+    # Moments are trees like the params. So the state has the pairs of a kind in the order of the
+    # params of this kind, first for one tree of moments, then for the next.
     params[seen[kind(pair)] % len(params)].append(pair)
     seen[kind(pair)] += 1
   groups = []
@@ -142,7 +145,7 @@ def _is_sound(groups: Sequence[Sequence[_Pair]]) -> _types.BoolScalar:
 
 
 def _sums(groups: Sequence[Sequence[_Pair]]) -> _types.BoolScalar:
-  """Computes :func:`_is_sound` on GPUs and TPUs, without temporaries (`make devices`)."""
+  """Computes :func:`_is_sound` on GPUs and TPUs, where no terms are stored (`make devices`)."""
   zero = jnp.zeros([], jnp.float32)
   products = [_zero_or_nan(new, old, zero) for group in groups for new, old in group]
   return jnp.isfinite(_total([jnp.sum(product) for product in products]))
@@ -157,7 +160,9 @@ def _sums_in_links(groups: Sequence[Sequence[_Pair]]) -> _types.BoolScalar:
   sums: list[jax.Array] = []
   link, entries = jnp.zeros([], jnp.float32), 0
   for group in groups:
-    # `link` is zero, or NaN if an earlier link had a bad entry. NaN makes the result False.
+    # `link` is the sum over all earlier links: zero, or NaN if they had a newly bad entry. Adding
+    # `link` to each entry makes this group wait for the earlier links. If `link` is NaN, the result
+    # is False.
     products = [_zero_or_nan(new, old, link) for new, old in group]
     sums.append(jnp.sum(functools.reduce(jnp.add, products)))
     entries += sum(product.size for product in products)
@@ -170,7 +175,8 @@ def _zero_or_nan(new: jax.Array, old: jax.Array | None, link: jax.Array) -> jax.
   """Returns NaN in entries of `new` that are newly bad, else zero.
 
   A bad entry is newly bad if it was finite in `old`, or if it is NaN and was infinite in `old`.
-  Without `old`, every bad entry is newly bad.
+  Without `old`, every bad entry is newly bad. `link`, zero or NaN, is first added to each entry, so
+  that the result depends on the sum of earlier links (:func:`_sums_in_links`).
   """
   x = _placement.in_device_memory(new) + link.astype(new.dtype)
   good = finite_entries(x)

@@ -21,8 +21,8 @@ class Form:
     extra_args: the names of the extra arguments that the transformation's step takes.
     frozen_groups: the group of layers of each leaf, if the transformation freezes groups.
     wrapper: the :class:`optax_boost._form._driver.Wrapper` that the driver runs, if any.
-    changes: whether the transformation changes the updates of the one that it holds: "always", only
-      if the params are in "half" precision, or never (None).
+    changes: when the transformation changes the updates of the transformation that it holds:
+      "always", "half" (only if the params are in half precision), or never (None).
     keeps: what the transformation computes from the params after a step: their "average", their
       "rounding", or nothing (None).
     held_state_fields: the fields of the state that hold the states of `wraps`.
@@ -67,7 +67,10 @@ class Form:
 
 
 def wrappers_around(tx: optax.GradientTransformation) -> list[Form]:
-  """Returns the Forms of the wrappers around the innermost transformation, outermost first."""
+  """Returns the Forms of the wrappers around the innermost transformation in `tx`.
+
+  The outermost wrapper comes first.
+  """
   form = form_of(tx.update)
   if form is None or form.wrapper is None:
     return []

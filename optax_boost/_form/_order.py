@@ -6,8 +6,9 @@ wrapper has checked.
 
 Second rule: a wrapper that computes something from the new params (an average, masters, rounding)
 must see all changes of updates. Layer-wise decay and freezing change the updates of the innermost
-transformation that the driver calls. If this is a wrapper of optax, an average inside of the
-wrapper does not see the change, and would average other params.
+transformation that the driver calls. This transformation may be a wrapper of optax. If the wrapper
+of optax holds a wrapper that averages params, the average gets the updates before the change, and
+so averages other params than the trained ones.
 
 Every transformation calls the ``init`` of the transformations that it holds. So the Python stack in
 a wrapper's ``init`` shows all transformations around the wrapper, also of optax and of users.
@@ -23,7 +24,8 @@ import optax
 
 from optax_boost._form import _form
 
-# Transformations that replace the updates of what they hold, at least in some steps.
+# Transformations that return other updates than the transformations that they hold, at least in
+# some steps.
 _REPLACING = (
   *("laperm", "switch_after", "optax.lookahead"),
   *("optax.mechanize", "optax.sam", "optax.schedule_free"),
@@ -33,7 +35,11 @@ _PLUMBING = ("jax", "optax_boost")
 
 
 def check(form: _form.Form, params: optax.Params) -> None:
-  """Raises ValueError, in a wrapper's ``init``, if a transformation around it can't hold it."""
+  """Raises ValueError if a transformation around a wrapper must not hold this wrapper.
+
+  `form` describes the wrapper. The wrapper's ``init`` must call :func:`check` directly, since
+  :func:`check` reads the stack. `params` are the params that ``init`` got.
+  """
   name, in_chain, is_reached = form.method, True, True
   for holder, held_params in _holders():
     called = holder.method if isinstance(holder, _form.Form) else holder
@@ -63,7 +69,10 @@ def check(form: _form.Form, params: optax.Params) -> None:
 
 
 def _changes_what_is_kept(holder: _form.Form, params: optax.Params, form: _form.Form) -> bool:
-  """Returns whether `holder` changes updates on which the average or rounding of `form` depends."""
+  """Returns whether `holder` changes updates on which the average or rounding of `form` depends.
+
+  `params` are the params of `holder`, since some holders change only half-precision updates.
+  """
   if holder.changes == "half":
     return form.keeps == "rounding" and _is_half(params)
   return holder.changes is not None and form.keeps is not None
@@ -72,8 +81,8 @@ def _changes_what_is_kept(holder: _form.Form, params: optax.Params, form: _form.
 def _holders() -> Iterator[tuple[_form.Form | str, optax.Params]]:
   """Yields the transformations around the wrapper whose ``init`` runs, innermost first.
 
-  Yields a Form and params, or, for a transformation of another package, its name and None. Chains
-  of one member are left out.
+  For a transformation of this package, yields its Form and the params that its ``init`` got. For a
+  transformation of another package, yields its name and None. Chains of one member are left out.
   """
   frame: Any = sys._getframe(2)  # of the wrapper's `init`
   our_init = frame.f_code

@@ -24,7 +24,9 @@ The train step knows four requests and no method by name:
 
 Declarations are attributes of the class, so a param named ``metrics`` is not taken for a
 declaration. The field `hidden` of a state lists the paths of the leaves that ``optax.masked`` hides
-from the method. The groups of leaves are static, so the Form holds them.
+from the method. For the request `frozen_groups`, the train step must also know the group of layers
+of each leaf. These groups are static, so the transformation's Form holds them, not the state
+(:class:`GroupAssignment`).
 """
 
 import collections
@@ -46,7 +48,11 @@ _State = TypeVar("_State")
 
 
 def declares(**declarations: tuple[str, ...]) -> Callable[[type[_State]], type[_State]]:
-  """Returns a decorator that declares names in a state's class: mypy refuses assignments there."""
+  """Returns a decorator that sets declarations, such as ``outcome=("made",)``, in a state's class.
+
+  The decorator raises TypeError if the class lacks a declared field. Classes don't declare names by
+  assignments in their bodies, since mypy refuses assignments in a NamedTuple.
+  """
 
   def declare(state_type: type[_State]) -> type[_State]:
     for kind, names in declarations.items():
@@ -115,7 +121,10 @@ def is_requested(opt_state: optax.OptState, request: str) -> bool:
 
 
 def requesting_state(opt_state: optax.OptState, request: str) -> optax.OptState:
-  """Returns the state that declares a request, or None; raises ValueError for several."""
+  """Returns the state in `opt_state` that declares a request, or None if no state does.
+
+  Raises ValueError if several states declare the request.
+  """
   states = _requesting_states(opt_state, request)
   if len(states) > 1:
     types = ", ".join(type(state).__name__ for state in states)
@@ -132,8 +141,9 @@ def requesting_state(opt_state: optax.OptState, request: str) -> optax.OptState:
 def unseen_by_scale(opt_state: optax.OptState, tree: _types.Tree) -> list[jax.Array]:
   """Returns the leaves of a tree that ``optax.masked`` hides from all loss scales in a state.
 
-  A wrapper around a loss scale skips a step only for overflows in these leaves: the loss scale must
-  see an overflow in any other leaf, so that it shrinks.
+  If the state has no loss scale, these are all leaves. A wrapper around a loss scale skips a step
+  only for overflows in these leaves. An overflow in any other leaf must reach the loss scale, which
+  skips the step itself and shrinks.
   """
   seen = [seen_leaves(state, tree) for state in _requesting_states(opt_state, LOSS_SCALE)]
   leaves = jax.tree.leaves(tree)
@@ -161,7 +171,10 @@ def renew_full_gradients(
 
 
 def _field(state: _types.Tree, state_type: type, field: str, kind: str) -> Any:
-  """Returns a field of a state or of its class; raises TypeError if there is no such field."""
+  """Returns a field of a state or of its class; raises TypeError if there is no such field.
+
+  `kind` is the declaration that names the field, such as ``"metrics"``.
+  """
   if not hasattr(state, field):
     raise TypeError(
       f"`{state_type.__name__}` declares `{field}` in its `{kind}`, but has no such field. Its"
@@ -184,11 +197,17 @@ class GroupAssignment(NamedTuple):
 
 
 def hidden_leaves(params: optax.Params) -> dict[str, optax.MaskedNode]:
-  """Returns a state's field `hidden`: a dict whose keys are the paths of masked leaves."""
+  """Returns a state's field `hidden`: a dict whose keys are the paths of masked leaves in `params`.
+
+  The values are ``optax.MaskedNode()``, so the field has no arrays.
+  """
   return dict.fromkeys(_masks.masked_paths(params), optax.MaskedNode())
 
 
 def seen_leaves(state: optax.OptState, tree: _types.Tree) -> list[bool]:
-  """Returns for each leaf whether a state's method sees it: ``optax.masked`` does not hide it."""
+  """Returns for each leaf of `tree` whether the method of `state` sees the leaf.
+
+  A method sees all leaves but those that ``optax.masked`` hides from it (the field `hidden`).
+  """
   hidden = [f"{path}/" for path in getattr(state, "hidden", ())]
   return [not f"{path}/".startswith(tuple(hidden)) for path in _paths.leaf_paths(tree)]

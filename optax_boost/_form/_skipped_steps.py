@@ -1,8 +1,8 @@
 """Tells from the states before and after a call whether it made a step or left its batch out.
 
-Reads the fields that the classes of this package's states declare for it
-(:mod:`optax_boost._form._protocol`), and states of ``optax.MultiSteps``, ``optax.apply_if_finite``
-and ``optax.partition``.
+The classes of this package's states declare which fields tell this: `outcome` and `skips`
+(:mod:`optax_boost._form._protocol`). The states of ``optax.MultiSteps``, ``optax.apply_if_finite``
+and ``optax.partition`` are also read.
 """
 
 from collections.abc import Hashable
@@ -74,7 +74,8 @@ def left_out(before: optax.OptState, after: optax.OptState) -> _types.BoolScalar
   for old, new in zip(counting(before), counting(after), strict=True):
     if isinstance(new, optax.MultiStepsState):
       # `should_skip` is what optax's `skip_not_finite` or `skip_large_updates` decided. The
-      # micro-batch was left out only if, in addition, no count has moved.
+      # micro-batch was left out only if, in addition, neither `mini_step` nor `gradient_step` has
+      # changed.
       if isinstance(new.skip_state, dict) and "should_skip" in new.skip_state:
         counts = zip(old[:2], new[:2], strict=True)
         unmoved = functools.reduce(operator.and_, [x == y for x, y in counts])

@@ -25,7 +25,7 @@ _WRONG_TYPE = (
 
 
 def check_type(state: _types.OptState, state_type: type, method: str) -> None:
-  """Raises TypeError unless a state has the class of the method's states."""
+  """Raises TypeError unless `state` is a `state_type`, the class of the method's states."""
   if not isinstance(state, state_type):
     required, got = f"a {state_type.__name__}", f"a {type(state).__name__}"
     raise TypeError(_WRONG_TYPE.format(method=method, required=required, got=got))
@@ -34,7 +34,7 @@ def check_type(state: _types.OptState, state_type: type, method: str) -> None:
 def check_chain_types(
   states: Sequence[_types.OptState], state_types: Sequence[type], method: str
 ) -> None:
-  """Raises TypeError unless a tuple of states has the classes of the states of a method's chain."""
+  """Raises TypeError unless the states of a method's chain have the classes `state_types`."""
   types = [type(state) for state in states]
   if types != list(state_types):
     required = ", ".join(expected.__name__ for expected in state_types)
@@ -92,7 +92,7 @@ def _difference(
   )
   try:
     with warnings.catch_warnings():
-      # The user saw these warnings when the state was made.
+      # The user saw the warnings of `init` when the state was made.
       warnings.simplefilter("ignore")
       expected = jax.eval_shape(init, params)
   except Exception:
@@ -109,8 +109,9 @@ def _difference(
 def _array_difference(expected: optax.OptState, opt_state: optax.OptState) -> str:
   """Returns, in words, how an array differs from the expected array of the same path, or "".
 
-  Shapes and kinds of numbers must agree, not dtypes: the first update of another package may change
-  a leaf's precision. It may also make arrays of Python numbers, so scalars are not compared.
+  Shapes and kinds of numbers (floating, complex, integer) must agree. Dtypes may differ, since the
+  first update of a transformation of another package may change a leaf's precision. Such an update
+  may also make an array from a Python number, so scalars are not compared.
   """
   leaves = dict(zip(_paths.leaf_paths(opt_state), jax.tree.leaves(opt_state), strict=True))
   for path, array in zip(_paths.leaf_paths(expected), jax.tree.leaves(expected), strict=True):

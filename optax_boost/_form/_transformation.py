@@ -26,10 +26,11 @@ def transformation(
   allows_complex: bool = False,
   **form_options: Any,
 ) -> optax.GradientTransformationExtraArgs:
-  """Makes a method, which computes updates from gradients, from the functions `init` and `step`.
+  """Makes the transformation of a method that rewrites gradients, from its `init` and `step`.
 
-  ``step(updates, state, params, **extra_args)`` gets the extra arguments that are its keyword-only
-  parameters, or all if it takes ``**extra_args``. `form_options` are attributes of the Form.
+  ``step(updates, state, params, **extra_args)`` returns the new updates and the new state. It gets
+  the extra arguments that are its keyword-only parameters, or all if it takes ``**extra_args``. The
+  other arguments are attributes of the :class:`~optax_boost._form._form.Form`.
   """
   parameters = inspect.signature(step).parameters.values()
   takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)

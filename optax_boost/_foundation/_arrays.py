@@ -42,7 +42,10 @@ def copy_arrays(
 
 
 def as_jax(tree: _types.SameTree) -> _types.SameTree:
-  """Returns a tree with its floating-point NumPy arrays as JAX arrays; float64 needs x64."""
+  """Returns a tree with its floating-point or complex NumPy arrays as JAX arrays.
+
+  Without x64, float64 becomes float32.
+  """
 
   def convert(leaf: _types.Leaf) -> _types.Leaf:
     is_numpy = isinstance(leaf, np.ndarray | np.generic)
@@ -52,7 +55,10 @@ def as_jax(tree: _types.SameTree) -> _types.SameTree:
 
 
 def accumulator_dtype(dtype: _types.Dtype) -> jnp.dtype:
-  """Returns the dtype in which `dtype` is summed: at least float32; float64 needs x64."""
+  """Returns the dtype in which arrays of `dtype` are summed, which is at least float32.
+
+  Without x64, this is float32 for float64.
+  """
   dtype = jax.dtypes.canonicalize_dtype(dtype)
   # Compare sizes, since the user may have forbidden promotion (`jax.numpy_dtype_promotion`).
   is_wide_enough = jnp.issubdtype(dtype, jnp.inexact) and jnp.dtype(dtype).itemsize >= 4
@@ -60,7 +66,10 @@ def accumulator_dtype(dtype: _types.Dtype) -> jnp.dtype:
 
 
 def widest_dtype(tree: _types.Tree) -> jnp.dtype:
-  """Returns the dtype in which real leaves are summed: float64 if a leaf has it, else float32."""
+  """Returns the dtype for a sum over all leaves, which are real: at least float32.
+
+  The dtype is float64 if a leaf is float64, else float32.
+  """
   dtypes = [accumulator_dtype(leaf.dtype) for leaf in jax.tree.leaves(tree)]
   return max(dtypes, key=lambda dtype: dtype.itemsize, default=jnp.dtype(jnp.float32))
 
@@ -110,10 +119,13 @@ def sum_squares_of_tree(tree: _types.Tree) -> jax.Array:
 
 
 def group_small_leaves(keys: Sequence[Hashable], *columns: Sequence[jax.Array]) -> list[list[int]]:
-  """Groups the indices of leaves: small leaves with equal keys and types share a list.
+  """Returns groups of indices; the leaves of a group can be stacked and reduced in one kernel.
 
-  Each column has a leaf for each key. Callers stack the leaves of a list along a new axis, so
-  sharded leaves stay on their devices.
+  Each column is a list of leaves, such as the weights or the gradients. The index ``i`` stands for
+  ``keys[i]`` and the i-th leaf of each column. Indices are in one group if their leaves are small,
+  their keys are equal, and their leaves have equal types (shape, dtype and sharding). Any other
+  index is a group of its own. Callers stack the leaves of a group along a new axis, so sharded
+  leaves stay on their devices.
   """
   groups: dict[Hashable, list[int]] = {}
   for i, (key, *leaves) in enumerate(zip(keys, *columns, strict=True)):
@@ -124,7 +136,11 @@ def group_small_leaves(keys: Sequence[Hashable], *columns: Sequence[jax.Array]) 
 
 
 def chunk_small_leaves(*trees: _types.Tree) -> list[list[list[jax.Array]]]:
-  """Returns chunks of leaves, each for one reduction; a chunk has a list of leaves of each tree."""
+  """Returns the leaves of `trees` in chunks, each of which one loop can reduce.
+
+  All trees have equally many leaves. A chunk has a list for each tree: its leaves at the positions
+  of the chunk. These are one large leaf, or up to `_TOGETHER` small leaves of equal types.
+  """
   columns = list(map(jax.tree.leaves, trees))
   groups = group_small_leaves([None] * len(columns[0]), *columns)
   chunks = [group[i : i + _TOGETHER] for group in groups for i in range(0, len(group), _TOGETHER)]

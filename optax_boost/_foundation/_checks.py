@@ -55,7 +55,7 @@ def _is_real(dtype: _types.Dtype) -> bool:
 def concrete_number(value: _types.Unchecked) -> Any:
   """Returns the number in a scalar array, and any value that is not an array unchanged.
 
-  Returns None if the array is traced, has axes, or is not whole in this process.
+  Returns None if the array is traced or has axes, or if this process does not hold the number.
   """
   if not is_any_array(value):
     return value
@@ -166,7 +166,10 @@ def check_bool(name: str, value: _types.Unchecked) -> None:
 def check_callable(
   name: str, value: _types.Unchecked, form: str = "", *, optional: bool = False
 ) -> None:
-  """Raises TypeError, which shows the call `form`, unless an argument is callable (or None)."""
+  """Raises TypeError unless an argument is callable, or None if `optional`.
+
+  The message shows how the argument is called: `form`, such as ``"loss_fn(params, batch)"``.
+  """
   if not (callable(value) or (optional and value is None)):
     how = f", called as `{form}`" if form else ""
     raise TypeError(f"`{name}` must be callable{how}; got {shorten(value)}.")
@@ -175,7 +178,10 @@ def check_callable(
 def check_type(
   name: str, value: _types.Unchecked, kind: type | types.UnionType, words: str
 ) -> None:
-  """Raises TypeError unless an argument is an instance of `kind`, which `words` describe."""
+  """Raises TypeError unless an argument is an instance of `kind`.
+
+  `words` describe `kind` in the message, such as "True or False".
+  """
   if not isinstance(value, kind):
     raise TypeError(f"`{name}` must be {words}; got {shorten(value)}.")
 

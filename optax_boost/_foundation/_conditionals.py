@@ -37,10 +37,11 @@ def cond(
 def once_if(
   condition: _types.Condition, function: Callable[..., Sequence[Any]], *carry: Any
 ) -> tuple[Any, ...]:
-  """Calls ``function(*carry)`` if `condition`, else returns `carry`; updates buffers in place.
+  """Returns ``(called, *function(*carry))`` if `condition`, else ``(called, *carry)``.
 
-  Returns ``(called, *results)``; `called` equals `condition`. A computation that must run after
-  `function` uses `called`, which depends on the results, instead of `condition`.
+  Updates buffers in place. The flag `called` has the value of `condition`, but a compiled program
+  knows `called` only after `function` has run. A computation that must run after `function` uses
+  `called` instead of `condition`.
   """
 
   def call(carry: Sequence[Any]) -> tuple[Any, ...]:
@@ -93,7 +94,8 @@ def update_if(
 ) -> tuple[optax.Updates, optax.OptState]:
   """Returns ``update(state)`` if `condition`, else zero updates and `state`.
 
-  `shapes` has the updates' types. If it is None, `update` is traced once more to find the types.
+  `shapes` is a tree with the type (shape, dtype and sharding) of each update. If `shapes` is None,
+  `update` is traced once more to find the types.
   """
 
   def step(state: optax.OptState) -> tuple[optax.Updates, optax.OptState]:

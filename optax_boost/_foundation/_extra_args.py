@@ -31,12 +31,17 @@ def map_gradients(
   updates: _types.Updates,
   extra_args: _types.ExtraArgs,
 ) -> tuple[_types.Updates, _types.ExtraArgs]:
-  """Returns `updates` and `extra_args` with `function` applied to all gradients in them."""
+  """Applies `function` to all gradients among the arguments of ``update``.
+
+  Returns ``function(updates)`` and the extra arguments. `function` is applied to the extra argument
+  `grad`, and to the gradients that the extra argument `grad_fn` returns.
+  """
   extra = dict(extra_args)
 
   def apply(gradients: _types.Updates) -> _types.Updates:
-    # `function` takes trees with all leaves of `updates`. A leaf that `gradients` alone hides is
-    # filled in for the call, and hidden again in the result.
+    # `gradients` may hide leaves that `updates` has, but `function` needs a tree with all leaves of
+    # `updates`. So `function` gets the leaves of `updates` in these places, and the results for
+    # these leaves are hidden again.
     seen = _masks.mask_like(gradients, updates)
     return _masks.mask_like(function(_masks.fill_masked(seen, updates)), seen)
 
@@ -54,9 +59,11 @@ def map_gradients(
 
 
 def accept_extra_args(function: _types.Closure) -> _types.Closure:
-  """Returns `function` with a signature that names the extra arguments of optax_boost's methods.
+  """Returns a function that takes the extra arguments of optax_boost's methods, and drops them.
 
-  optax's line searches refuse extra arguments that the signature of `function` does not name.
+  The returned function calls ``function(params, *args)``. The train step passes it as the extra
+  argument `value_fn`. optax's line searches refuse extra arguments that the signature of `value_fn`
+  does not name.
   """
 
   def call(

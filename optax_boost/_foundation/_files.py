@@ -25,7 +25,8 @@ def write_atomically(path: str | os.PathLike[str], write: Callable[[BinaryIO], o
       os.chmod(temporary, target.stat().st_mode & 0o777)
     os.replace(temporary, target)
   except OSError as error:
-    # The error names the temporary file or, if the disk is full, none. The new error names `path`.
+    # `error` names the temporary file, or no file at all if the disk is full. So a new error is
+    # raised, which names `path`.
     message = os.strerror(error.errno) if error.errno else f"can't be written: {error}"
     raise OSError(error.errno, message, os.fspath(path)) from error
   finally:

@@ -104,7 +104,10 @@ def mean_over_batches(
 ) -> _types.Updates:
   """Computes the mean of ``function(params, batch)`` over batches, weighted by numbers of examples.
 
-  Returns a tree like `params`. Calls `on_batch` with the arrays of each batch.
+  `function` returns a tree like `params`, and so does :func:`mean_over_batches`. The arguments
+  `rng`, `weight_fn` and `progress` are those of :func:`full_gradient`. Error messages name
+  `method`, and the progress bar shows `shown_as`. `on_batch` is called with the arrays of each
+  batch.
   """
   iterable = hasattr(batches, "__iter__") or hasattr(batches, "__getitem__")
   if not iterable or isinstance(batches, Mapping | str | bytes | type):
@@ -187,7 +190,11 @@ def _add(
   rng: jax.Array | None,
   index: jax.typing.ArrayLike,
 ) -> _Sums:
-  """Adds a batch to the sums of weighted gradients and of weights; returns the new sums."""
+  """Adds a batch to the sums of weighted gradients and of weights; returns the new sums.
+
+  `index` is the number of the batch. The key `rng` is folded with this number, so that `grad_fn`
+  gets a different key for each batch.
+  """
   total, weights = carry
   weight = jnp.asarray(weight, weights.dtype)
   # A negative weight makes the full gradient NaN, which `refresh_svrg` skips and counts.

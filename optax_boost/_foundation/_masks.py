@@ -59,7 +59,7 @@ def leaves_like(tree: _types.Tree, like: _types.Tree) -> list[_types.Leaf] | Non
 
 
 def _leaves_by_path(tree: _types.Tree) -> dict[str, _types.Leaf] | None:
-  """Returns the leaves and masks of a tree by path, or None if two of them have the same path."""
+  """Returns a tree's leaves and ``MaskedNode`` nodes by path; None if two have the same path."""
   paths = _paths.leaf_paths(tree, is_masked)
   leaves = jax.tree.leaves(tree, is_leaf=is_masked)
   return dict(zip(paths, leaves, strict=True)) if len(set(paths)) == len(paths) else None

@@ -19,7 +19,11 @@ def check_axis_name(name: str, value: _types.Unchecked) -> None:
 def require_axis(
   name: str, value: _types.AxisName | None, method: str, *, optional: bool = True
 ) -> int:
-  """Returns the number of devices along mesh axes; raises ValueError if the axes are not bound."""
+  """Returns the number of devices along the mesh axes `value`; 1 if `value` is None.
+
+  Raises ValueError if the axes are not bound. The message advises to leave out the argument `name`
+  if it is `optional`, else to leave out `method`.
+  """
   if not value:
     return 1
   try:
@@ -33,7 +37,7 @@ def require_axis(
 
 
 def bound_axis(value: _types.AxisName | None) -> _types.AxisName | None:
-  """Returns `value` inside of a ``shard_map`` or ``vmap`` over these axes, else None."""
+  """Returns the mesh axes `value` if a ``shard_map`` or ``vmap`` binds all of them, else None."""
   if not value:
     return None
   try:
@@ -61,7 +65,10 @@ def vary(x: jax.Array, like: _types.ArrayType) -> jax.Array:
 
 
 def on_all_devices(flags: jax.Array, axis_name: _types.AxisName | None, method: str) -> jax.Array:
-  """Returns for each flag whether it is True on all devices along mesh axes (None: unchanged)."""
+  """Returns for each flag whether it is True on all devices along the mesh axes `axis_name`.
+
+  If `axis_name` is None, returns `flags` unchanged.
+  """
   if axis_name is None:
     return flags
   require_axis("axis_name", axis_name, method)

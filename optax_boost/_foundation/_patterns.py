@@ -43,7 +43,10 @@ def _compile_within_segments(argument: str, pattern: _types.Unchecked) -> re.Pat
 
 
 def check_patterns(name: str, value: _types.Unchecked, words: str) -> None:
-  """Raises unless `value` is a list or tuple of regular expressions, which `words` describe."""
+  """Raises unless `value` is a list or tuple of at least one regular expression.
+
+  `words` describe the required value in the message of the TypeError.
+  """
   if not (isinstance(value, list | tuple) and value and all(isinstance(p, str) for p in value)):
     raise TypeError(f"`{name}` must be {words}; got {_checks.shorten(value)}.")
   for pattern in value:
@@ -107,7 +110,11 @@ def _matches(
   hint: Callable[[str, Sequence[str]], str] | None = None,
   required: bool = False,
 ) -> list[list[int]]:
-  """Returns for each path the indices of all patterns that match; warns as :func:`first_match`."""
+  """Returns for each path the indices of all patterns that match the path.
+
+  Warns as :func:`first_match` does, where `tree` and `required` are explained. The warning ends as
+  :func:`assign_groups` explains for `hint`.
+  """
   compiled = [compile_pattern(argument, pattern) for pattern in patterns]
   matches = [[i for i, p in enumerate(compiled) if p.search(path)] for path in paths]
   matching = {i for match in matches for i in match}

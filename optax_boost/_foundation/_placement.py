@@ -16,7 +16,11 @@ def has_auto_axes_only(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> b
 def without_axes(
   sharding: jax.sharding.NamedSharding, axes: Sequence[int], instead: _types.SpecEntry = None
 ) -> jax.sharding.NamedSharding:
-  """Returns a sharding in which `instead` shards the array axes `axes`; None replicates them."""
+  """Returns `sharding`, changed for those of the array axes `axes` that it shards.
+
+  `instead` are the mesh axes that shard these array axes in the result. If `instead` is None, the
+  result replicates them.
+  """
   spec = [instead if axis in axes and x is not None else x for axis, x in enumerate(sharding.spec)]
   return jax.sharding.NamedSharding(
     sharding.mesh, jax.sharding.PartitionSpec(*spec), memory_kind=sharding.memory_kind
@@ -24,7 +28,10 @@ def without_axes(
 
 
 def gather_axes(x: jax.Array, axes: Sequence[int]) -> jax.Array:
-  """Gathers `x` along `axes`, to slice it there. Without Explicit axes, the compiler does this."""
+  """Returns `x`, replicated along the array axes `axes`, so that it can be sliced along them.
+
+  If the mesh has no Explicit axes, returns `x` unchanged, since the compiler handles slicing.
+  """
   sharding = jax.typeof(x).sharding
   if all(sharding.spec[axis] is None for axis in axes):
     return x
@@ -43,7 +50,10 @@ def is_whole_here(x: _types.Unchecked) -> bool:
 
 
 def put(x: jax.typing.ArrayLike, sharding: jax.sharding.Sharding) -> jax.Array:
-  """Puts an array on the devices of a sharding; each process passes the whole array or its part."""
+  """Puts an array on the devices of a sharding, which may belong to several processes.
+
+  `x` is the whole array, the same in each process, or a global ``jax.Array`` of all processes.
+  """
   if sharding.is_fully_addressable or not getattr(x, "is_fully_addressable", True):
     return jax.device_put(x, sharding)
   # Each process holds the whole array. `device_put` would send the array to all devices, to compare
@@ -53,6 +63,6 @@ def put(x: jax.typing.ArrayLike, sharding: jax.sharding.Sharding) -> jax.Array:
 
 
 def in_device_memory(x: jax.Array) -> jax.Array:
-  """Returns an array in device memory; an array of a state may lie in host memory, and is moved."""
+  """Returns `x` in device memory; moves `x` if it is in host memory, where a state may be kept."""
   on_host = getattr(jax.typeof(x), "memory_space", None) == jax.memory.Space.Host
   return jax.device_put(x, jax.memory.Space.Device) if on_host else x

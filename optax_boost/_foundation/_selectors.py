@@ -6,7 +6,10 @@ from optax_boost._foundation import _checks, _paths, _patterns, _types
 
 
 def check_selector(argument: str, selector: _types.LeafSelector) -> None:
-  """Raises unless an argument can select leaves of some tree; the tree is not known yet."""
+  """Raises unless an argument can be a selector of leaves.
+
+  Factories call this check, when the tree whose leaves are selected is not known yet.
+  """
   if selector is None or is_auto_selector(selector) or _is_function(selector):
     return
   if isinstance(selector, str):
@@ -33,8 +36,8 @@ def select(
       index is not None for index in _patterns.first_match(argument, patterns, paths, tree=tree)
     ]
   if isinstance(selector, bool) and not jax.tree_util.all_leaves([tree]):
-    # A single bool for several leaves means that `optax.inject_hyperparams` took a selector that is
-    # a function for a schedule, and called it.
+    # Probably the user's selector was a function. `optax.inject_hyperparams` took this function for
+    # a schedule, called it, and passed its result, a single bool, as the selector.
     raise _not_a_selector(argument, selector)
   mask = selector(tree) if _is_function(selector) else selector
   return _broadcast_mask(mask, tree, argument)
@@ -47,7 +50,10 @@ def is_auto_selector(selector: _types.LeafSelector) -> bool:
 
 
 def _is_function(selector: _types.LeafSelector) -> bool:
-  """Returns whether a selector is a function; a callable Equinox module of bools is a mask."""
+  """Returns whether a selector is a function that makes a mask from the tree.
+
+  An Equinox module of bools may be callable, but counts as a mask, not as a function.
+  """
   return callable(selector) and not any(isinstance(x, bool) for x in jax.tree.leaves(selector))
 
 

@@ -22,7 +22,11 @@ _TAKE_OR_MAP = (
 
 
 def require_one_run(count: jax.Array, function: str, advice: str = _TAKE_OR_MAP) -> None:
-  """Raises ValueError if `count` has axes: then the state stacks the states of several runs."""
+  """Raises ValueError if a state stacks the states of several runs, as under ``jax.vmap``.
+
+  `count` is a counter in the state, which has axes in such a state. The message names `function`,
+  which needs the state of one run, and ends with `advice`.
+  """
   if jnp.ndim(count):
     raise ValueError(
       f"`{function}` needs the state of one run; got a population's of shape"
@@ -80,8 +84,9 @@ def same_shapes(first: _types.Tree, second: _types.Tree) -> bool:
   return shapes(first) == shapes(second)
 
 
-# Advice for a leaf of the params that can't be differentiated, if the loss has no model state, and
-# if it has one. `optax.masked` would not help: the loss is differentiated by masked leaves, too.
+# Advice for a leaf of the params that can't be differentiated: `CLOSE_OVER` if the loss has no
+# model state, `KEEP_OUT` if it may have one. `optax.masked` would not help, since the loss is
+# differentiated by masked leaves, too.
 CLOSE_OVER = "Keep it out of the params: close over it."
 KEEP_OUT = (
   "Keep it out of the params: close over it, or keep it in `model_state` (with Flax: in another"
@@ -90,17 +95,23 @@ KEEP_OUT = (
 
 
 def check_floating(tree: _types.Tree, method: str, advice: str | None = None) -> None:
-  """Raises TypeError, ending with `advice`, unless all leaves are real floating-point arrays."""
+  """Raises TypeError unless all leaves are real floating-point arrays.
+
+  The message about a leaf of another dtype ends with `advice`.
+  """
   _check_dtype(tree, method, advice, jnp.floating, "real floating-point")
 
 
 def check_inexact(tree: _types.Tree, method: str, advice: str | None = None) -> None:
-  """Raises TypeError unless all leaves are floating-point arrays, real or complex."""
+  """Raises TypeError unless all leaves are floating-point arrays, real or complex.
+
+  The message about a leaf of another dtype ends with `advice`.
+  """
   _check_dtype(tree, method, advice, jnp.inexact, "floating-point")
 
 
 def check_gradients(gradients: _types.Updates, params: _types.Params, source: str) -> None:
-  """Raises unless the gradients that a function called `source` returned fit the params."""
+  """Raises unless `gradients` fit `params`; the message names `source`, which returned them."""
   got: _types.TreeDef = jax.tree.structure(gradients)
   want: _types.TreeDef = jax.tree.structure(params)
   if got == want:

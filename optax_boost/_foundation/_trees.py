@@ -57,7 +57,7 @@ def nodes(tree: _types.Tree) -> list[Any]:
 
 
 def child_indices(tree: _types.Tree, node: _types.Tree) -> tuple[int, ...]:
-  """Returns, for each level from a tree down to one of its nodes, the index of the child."""
+  """Returns the path from `tree` to one of its nodes, as the index of a child on each level."""
   return next(indices for indices, found in _indexed_nodes(tree) if found is node)
 
 
@@ -71,7 +71,11 @@ def find_states(opt_state: _types.Tree, state_type: type[_State]) -> list[_State
 
 
 def once_per_tree(plan: Callable[..., _Plan]) -> Callable[..., _Plan]:
-  """Returns `plan` with a cache by the tree's structure and shapes, so it warns once per tree."""
+  """Returns `plan` with a cache, so that ``plan(tree, *static)`` runs, and warns, once per tree.
+
+  Trees with equal structures and shapes share a result, if the hashable arguments `static` are
+  equal, too.
+  """
   plans: dict[Hashable, Any] = {}
 
   def cached(tree: _types.Tree, *static: Hashable) -> _Plan:

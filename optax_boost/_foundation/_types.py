@@ -1,6 +1,7 @@
 """Names of the types that pass between the modules.
 
-Trees are ``Any``, since mypy finds no types of optax; their names tell a reader what a tree holds.
+Most names of trees stand for ``Any``, since mypy finds no types of optax. The names tell a reader
+what a tree holds.
 """
 
 from collections.abc import Callable, Mapping
@@ -41,10 +42,10 @@ KeyPath: TypeAlias = tuple[Any, ...]
 Dtype: TypeAlias = jax.typing.DTypeLike
 # Metrics by name, as a train step returns them.
 Metrics: TypeAlias = dict[str, Any]
-# A traced program with its constants; and a program with or without its constants.
+# `Jaxpr` is a traced program with its constants, `Program` one with or without its constants.
 Jaxpr: TypeAlias = jax_core.ClosedJaxpr
 Program: TypeAlias = jax_core.ClosedJaxpr | jax_core.Jaxpr
-# An equation of a program: a `JaxprEqn`, in which mypy finds no shapes of variables.
+# An equation of a program. It is Any, not `JaxprEqn`, in which mypy finds no shapes of variables.
 Equation: TypeAlias = Any
 # A variable of a program, or a constant (a `Literal`); its attribute `aval` is its type.
 Atom: TypeAlias = Any
