@@ -2,11 +2,11 @@
 
 The modules, each of which imports those before it:
 
-  _config           reads a configuration
-  _decisions        which methods a level or a configuration turns on, and why
-  _method_settings  makes the transformations that MindSpore's settings describe
-  _first_windows    checks a loss on sequences that are cut short
-  _build            ``AutoBoost``, which changes the model and wraps the optimizer
+  _config             reads a configuration
+  _decisions          which methods a level or a configuration turns on, and why
+  _mindspore_methods  makes the transformations that MindSpore's settings describe
+  _short_sequences    checks a loss on sequences that are cut short
+  _build              ``AutoBoost``, which changes the model and wraps the optimizer
 """
 
 from optax_boost._levels._build import AutoBoost as AutoBoost, auto_boost as auto_boost

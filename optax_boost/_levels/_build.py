@@ -11,7 +11,7 @@ import optax
 from optax_boost import _sequences
 from optax_boost._form import _compositions
 from optax_boost._foundation import _checks, _mesh_axes, _tree_checks, _types, _warnings
-from optax_boost._levels import _config, _decisions, _first_windows, _method_settings
+from optax_boost._levels import _config, _decisions, _mindspore_methods, _short_sequences
 from optax_boost._methods import _centralization, _less_bn
 from optax_boost._trace import _layer_axes, _layer_groups, _losses
 from optax_boost._wrappers import _accumulation, _average_params, _freezing
@@ -180,10 +180,10 @@ class AutoBoost:
     """Checks the loss on sequences cut short, and chooses from which step on they stay whole."""
     tables, effect = None, "the loss of windows was not tried: the optimizer got no batch"
     if loss is not None and params is not None:
-      if _first_windows.check_first_windows(loss, params, args, schedule, self.axes):
+      if _short_sequences.check_first_windows(loss, params, args, schedule, self.axes):
         effect = ""
       if self.level == "O2":
-        tables = _first_windows.position_tables(loss, params, args, schedule, self.axes)
+        tables = _short_sequences.position_tables(loss, params, args, schedule, self.axes)
     warmup = self.on[_decisions.SEQUENCES]
     warmup["warmup_fraction"], reason = _decisions.warmup_fraction(self.level, tables)
     self.length_schedule = _sequences.sequence_length_warmup(**warmup)
@@ -220,7 +220,7 @@ class AutoBoost:
     if params is not None:
       _tree_checks.check_inexact(params, "auto_boost", _tree_checks.KEEP_OUT)
     if "dim_reduce" in self.on:
-      return _method_settings.subspace_optimizer(params, **self.on["dim_reduce"])
+      return _mindspore_methods.subspace_optimizer(params, **self.on["dim_reduce"])
 
     on = self.on
     if self.length_schedule is not None:
@@ -250,7 +250,7 @@ class AutoBoost:
       if _decisions.CENTRALIZE in on:
         self.effects[_decisions.CENTRALIZE] = _centralized(layers)
     if "adasum" in on:
-      adasum = functools.partial(_method_settings.with_adasum, layers=layers, **on["adasum"])
+      adasum = functools.partial(_mindspore_methods.with_adasum, layers=layers, **on["adasum"])
       tx = _compositions.around_innermost(tx, adasum)
     if freezing and groups is None:
       if even_groups is None or layers is None:
@@ -271,7 +271,9 @@ class AutoBoost:
           effect += f"; the first is frozen from step {begin} on"
       self.effects[freeze] = effect, groups is not None
     if freezing and groups is not None:
-      tx = _freezing.freeze_layers(tx, groups, _method_settings.schedule(**freezing), key=self.key)
+      tx = _freezing.freeze_layers(
+        tx, groups, _mindspore_methods.schedule(**freezing), key=self.key
+      )
     if accumulation := on.get("grad_accumulation"):
       tx = _accumulation.accumulate(tx, accumulation["grad_accumulation_step"])
     if average := on.get(_decisions.AVERAGE):

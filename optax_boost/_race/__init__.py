@@ -2,11 +2,11 @@
 
 The modules, each of which imports those before it:
 
-  _plot      the picture of a race
-  _result    ``RaceResult``: curves, and their comparison at equal steps, gradients and time
-  _averages  reads the averages of params and statistics in an optimizer's state
-  _training  counts gradients and times steps on the first seed, then trains the other seeds
-  _race      ``race``: checks the arguments, and makes the batches of each seed
+  _plot             the picture of a race
+  _result           ``RaceResult``: curves, and their comparison at equal steps, gradients and time
+  _averaged_params  reads the averages of params and statistics in an optimizer's state
+  _training         counts gradients and times steps on the first seed, then trains the other seeds
+  _race             ``race``: checks the arguments, and makes the batches of each seed
 """
 
 from optax_boost._race._race import race as race

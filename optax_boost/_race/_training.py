@@ -16,7 +16,7 @@ import optax
 
 from optax_boost import _train_step
 from optax_boost._foundation import _checks, _progress, _types
-from optax_boost._race import _averages, _result
+from optax_boost._race import _averaged_params, _result
 
 # Timing is repeated until it has taken `_TIMED_SECONDS`, at most `_MOST_TIMED` times.
 _TIMED_SECONDS, _MOST_TIMED = 2.0, 5
@@ -246,13 +246,13 @@ class Method:
 
     For several seeds, all arrays have a leading axis of seeds.
     """
-    average = _averages.find_average(state.opt_state, state.params)
+    average = _averaged_params.find_average(state.opt_state, state.params)
     self.is_averaged = average is not None and self._problem.evaluate is not None
     if average is None or not self.is_averaged:
       return state.params, state.model_state
 
     def read(state: _train_step.TrainState) -> tuple[_types.Params, _types.ModelState]:
-      statistics = _averages.averaged_statistics(state.opt_state, state.model_state)
+      statistics = _averaged_params.averaged_statistics(state.opt_state, state.model_state)
       return average(state.opt_state, state.params), statistics
 
     return (read if seeds == 1 else jax.vmap(read))(state)

@@ -17,7 +17,7 @@ import pytest
 
 import optax_boost
 from optax_boost import auto_boost
-from optax_boost._levels import _method_settings
+from optax_boost._levels import _mindspore_methods
 import optax_boost.linen as ob_linen
 import optax_boost.nnx as ob_nnx
 from tests.auto_boost.table import rows_of
@@ -332,7 +332,7 @@ def test_a_level_is_the_chain_by_hand_and_freezes_convolutions_only(level, unfro
 
 @pytest.mark.parametrize("kind", [0, 1])
 def test_a_configuration_freezes_each_of_many_groups_at_its_own_depth(kind):
-  schedule = _method_settings.schedule(20, freeze_type=kind, freeze_p=0.1)
+  schedule = _mindspore_methods.schedule(20, freeze_type=kind, freeze_p=0.1)
   depth = jax.jit(jax.vmap(lambda t: schedule.frozen_groups(t, jax.random.key(0))))
   assert np.unique(depth(np.arange(5_000))).tolist() == list(range(20))
 

@@ -12,7 +12,7 @@ Modules:
   _quasi_newton     BFGS, and the lengths that a line search tries
   _groups           which leaves and layers form a group with a subspace of its own
   _linalg           products and combinations of trees
-  _boxes            takes arrays out of the variables of NNX and the metadata of Linen
+  _flax_boxes       takes arrays out of the variables of NNX and the metadata of Linen
 """
 
 from optax_boost._methods._dim_reduce._dim_reduce import dim_reduce as dim_reduce

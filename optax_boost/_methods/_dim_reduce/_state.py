@@ -10,7 +10,7 @@ import optax
 
 from optax_boost._form import _finiteness, _protocol
 from optax_boost._foundation import _arrays, _masks, _paths, _placement, _trees, _types, _warnings
-from optax_boost._methods._dim_reduce import _boxes, _groups, _linalg, _subspace
+from optax_boost._methods._dim_reduce import _flax_boxes, _groups, _linalg, _subspace
 
 METHOD = "dim_reduce"
 
@@ -101,7 +101,7 @@ def basis_like(subspace: _subspace.Subspace, params: optax.Params) -> optax.Para
       )
     dtype = r.dtype if r.dtype == jnp.bfloat16 else _arrays.accumulator_dtype(p.dtype)
     basis.append(jnp.array(_subspace.placed(r, p).astype(dtype)))
-  return _boxes.unboxed(jax.tree.unflatten(jax.tree.structure(params), basis))
+  return _flax_boxes.unboxed(jax.tree.unflatten(jax.tree.structure(params), basis))
 
 
 def warn_of_long_rows(basis: optax.Params, groups: _groups.SubspaceGroups) -> None:

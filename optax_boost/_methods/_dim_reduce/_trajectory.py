@@ -35,7 +35,7 @@ from optax_boost._foundation import (
   _trees,
   _types,
 )
-from optax_boost._methods._dim_reduce import _boxes
+from optax_boost._methods._dim_reduce import _flax_boxes
 
 _METHOD = "record_trajectory"
 
@@ -112,7 +112,7 @@ def record_trajectory(
       return jnp.broadcast_to(jnp.zeros_like(p, dtype=dtype), (capacity, *jnp.shape(p)))
 
     return TrajectoryState(
-      snapshots=_boxes.unboxed(jax.tree.map(ring, params)),
+      snapshots=_flax_boxes.unboxed(jax.tree.map(ring, params)),
       count=jnp.zeros([], jnp.int32),
       snapshot_count=jnp.zeros([], jnp.int32),
       notfinite_count=jnp.zeros([], jnp.int32),
