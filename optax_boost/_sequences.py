@@ -409,9 +409,10 @@ def _leaf_name(path: str) -> str:
 
 
 def leaf_pattern(path: str, paths: list[str]) -> str:
-  """Returns a regular expression for `axes` that matches the leaf at `path`, and no other.
+  """Returns a regular expression that matches the leaf at `path`, and no other leaf.
 
-  `paths` are the paths of all leaves.
+  The expression is a key for the argument `axes` of :func:`cut_sequences`. `paths` are the paths of
+  all leaves.
   """
   pattern = re.sub(r"([^\w/ -])", r"\\\1", path) or ".*"
   search = _patterns.compile_pattern("axes", pattern).search

@@ -80,10 +80,12 @@ def widen(x: jax.Array) -> jax.Array:
 
 
 def divide(x: jax.Array, divisor: jax.Array, largest: float = float("inf")) -> jax.Array:
-  """Returns ``x / divisor`` in the dtype of `x`, for a positive `divisor` of at most `largest`.
+  """Returns ``x / divisor`` in the dtype of `x`; `divisor` is positive, and at most `largest`.
 
-  Multiplies by the inverse, since XLA stores a quotient, but computes a product again for each use
-  (XLA 13). If the divisor is a power of two, the result is exact.
+  Multiplies by the inverse of the divisor. XLA would store a quotient that is used twice, but it
+  computes a product again for each use (XLA 13 in docs/xla.md). If the divisor is a power of two,
+  the result is exact. If `largest` is at most 2^126, the inverse can't underflow, and the code that
+  prevents an underflow is left out.
   """
   dividend = widen(x)
   divisor = divisor.astype(dividend.real.dtype)

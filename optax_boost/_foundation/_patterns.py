@@ -112,8 +112,10 @@ def _matches(
 ) -> list[list[int]]:
   """Returns for each path the indices of all patterns that match the path.
 
-  Warns as :func:`first_match` does, where `tree` and `required` are explained. The warning ends as
-  :func:`assign_groups` explains for `hint`.
+  Warns if a pattern matches neither a path nor a leaf that ``optax.masked`` hides in `tree`. If
+  `required`, raises ValueError instead. The message names `argument`, which holds the patterns. The
+  message ends with ``hint(pattern, paths)``, or with advice if the pattern matches a part of a
+  segment. If there is no hint, the message lists the leaves.
   """
   compiled = [compile_pattern(argument, pattern) for pattern in patterns]
   matches = [[i for i, p in enumerate(compiled) if p.search(path)] for path in paths]

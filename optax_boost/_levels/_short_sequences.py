@@ -108,9 +108,13 @@ def position_tables(
   schedule: _sequences.LengthSchedule,
   axes: Mapping[str, _sequences.LeafAxes] | None,
 ) -> list[str] | None:
-  """Returns the paths of the tables of learned positions; None if `args` lacks the batch.
+  """Returns the paths of the params that are tables of learned positions.
 
-  The loss is traced, but not computed.
+  The loss is traced, but not computed: for the whole batch, and for the batch cut to the first
+  length of `schedule`. A param is a table of positions if the two traces slice different shapes
+  from the param. `axes` says how the leaves of the batch are cut, as in :func:`cut_sequences`. The
+  batch is the first of `args`, or the second if the first is a Flax model's state. Returns None if
+  `args` ends before the batch.
   """
   number = int(_losses.is_stateful(loss_fn))
   if len(args) <= number:

@@ -72,8 +72,9 @@ class AxisMap(NamedTuple):
   def resize(self, shape: Sequence[int], by_data: bool) -> "AxisMap | None":
     """Returns the map after slicing or padding to `shape`, or None if `shape` has another rank.
 
-    The axes along a dimension whose size changes enter `gathered` if data chose the entries
-    (`by_data`). Otherwise, they enter `sliced` if one entry is left. A scalar may get any shape.
+    If the size of a dimension changes, the map records the leaf's axes along this dimension. If
+    data chose the entries (`by_data`), these axes are added to `gathered`. Otherwise, if one entry
+    is left, they are added to `sliced`. A scalar is an exception: it may get a shape of any rank.
     """
     if not self.dims:
       return self._replace(dims=tuple(map(no_axis, shape)))

@@ -61,10 +61,10 @@ def evaluate(program: _types.Jaxpr, arguments: Sequence[_Splittable]) -> list[ja
 
 
 def _split(value: _Splittable, axis: int, bounds: Sequence[int]) -> tuple[jax.Array, ...]:
-  """Cuts a value along `axis` at the indices `bounds`; returns the parts.
+  """Cuts an array, or a split array, along `axis` at the indices `bounds`; returns the parts.
 
-  `bounds` begin with 0 and end with the length of the axis. If the value is split along this axis,
-  `bounds` must include the indices at which it is split.
+  `bounds` begin with 0 and end with the length of the axis. If `value` is a split array whose parts
+  lie along the same axis, `bounds` must include all of ``value.bounds``.
   """
   if isinstance(value, _SplitArray) and value.axis == axis:
     return tuple(

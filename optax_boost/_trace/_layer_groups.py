@@ -405,9 +405,12 @@ def count_groups(groups: Groups) -> int:
 
 
 def numbering(groups: Groups, method: str) -> Callable[[_types.Params], _types.Tree]:
-  """Returns a function that replaces each leaf of a tree by its :data:`GroupNumber`.
+  """Returns a function that takes a tree of params, and returns the group number of each leaf.
 
-  Error messages of this function name `method`.
+  The returned tree has the structure of the params, and a :data:`GroupNumber` in place of each
+  leaf. `groups` assigns groups to the paths of leaves. If `groups` is a :class:`LayerGroups` that
+  does not fit the params, the function raises ValueError; the message names `method`, which is the
+  name of the method to which the user has passed `groups`.
   """
   numbers = _trees.once_per_tree(lambda tree: group_numbers(tree, groups, method))
   return lambda tree: jax.tree.unflatten(jax.tree.structure(tree), numbers(tree))

@@ -499,9 +499,11 @@ class LeafUses(_jaxpr.Interpreter[Value]):
 
 
 def scanned_axes(program: _types.Jaxpr, leaves: range) -> dict[int, int]:
-  """Returns the sliced axis of each leaf that a scan over layers slices, by the leaf's number.
+  """Returns along which axis a scan over layers slices each leaf, as a dict from leaves to axes.
 
-  `leaves` are the indices of the program's arguments that are leaves; leaves are numbered from 0.
+  `leaves` is a range of indices of the program's arguments; these arguments are the leaves. Key i
+  of the dict is the leaf at position i of the range, so the keys begin at 0. A leaf that no scan
+  over layers slices is not in the dict.
   """
   analysis = LeafUses()
   shapes = [variable.aval.shape for variable in program.jaxpr.invars]

@@ -148,7 +148,11 @@ def _matches(model: _traced_leaves.Model, pattern: str) -> dict[str, list[int]]:
 
 
 def _matched_length(names: Sequence[str], pattern_names: Sequence[str]) -> int | None:
-  """Returns how many names at the start of a path a pattern matches, or None for no match."""
+  """Matches a pattern with the start of a path; returns the number of names matched, or None.
+
+  `names` are the segments of the path, and `pattern_names` those of the pattern. The path may be
+  longer than the pattern. A `**` matches as few names as possible. Returns None for no match.
+  """
   if not pattern_names:
     return 0
   if pattern_names[0] == "**":

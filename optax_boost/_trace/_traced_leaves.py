@@ -29,15 +29,17 @@ class Part(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-  """The leaves of a traced loss and their uses.
+  """The leaves of the params in a traced loss, and how the loss uses these leaves.
 
   A leaf's number is its index in ``jax.tree.leaves(params)``; sets of leaves hold such numbers.
 
   Attributes:
-    leaves: the leaves; a `/` in a path separates modules.
-    uses: the numbers of the leaves in the order of uses; a leaf that is used again is repeated.
+    leaves: the path, shape and axes of each leaf. In these paths, a `/` separates modules.
+    uses: for each use of a leaf, the leaf's number, in the order of uses. A leaf that is used twice
+      is listed twice.
     scans: the scans over layers, in the order of the program.
-    flow: the leaves upstream of each leaf, as `_flow` defines the word.
+    flow: which leaves are upstream of each leaf. Leaf A is upstream of leaf B if the loss uses B on
+      data that was computed with A.
   """
 
   leaves: list[_layer_axes.Leaf]

@@ -90,11 +90,18 @@ def freeze_request(
   params: optax.Params,
   depth: int | None,
 ) -> tuple[FreezeRequest | None, optax.OptState]:
-  """Returns the frozen layers that an optimizer state requests, or None, and the optimizer state.
+  """Finds the layers that an optimizer state asks the train step to freeze.
 
-  `depth` is the number of frozen groups, or None if it is traced. The returned state holds `depth`
-  as a constant, so that ``update`` computes nothing for frozen leaves. Raises ValueError if several
-  states request frozen layers.
+  The state holds the number of frozen groups as an array. `depth` is the same number, which the
+  caller has read before the step, or None if the caller could not read it.
+
+  Returns:
+    The request, or None if no state in `opt_state` requests frozen layers; and the optimizer state.
+    Unless `depth` is None, the constant `depth` replaces the array in this state, so that
+    ``update`` computes nothing for frozen leaves.
+
+  Raises:
+    ValueError: several states request frozen layers, or `tx` does not tell the groups of layers.
   """
   state = _protocol.requesting_state(opt_state, _protocol.FROZEN_GROUPS)
   if state is None:

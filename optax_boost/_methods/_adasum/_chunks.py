@@ -88,10 +88,11 @@ def _blocks(
 
 
 def pack(leaves: Sequence[jax.Array], layout: Layout, chunks: int, owner: jax.Array) -> jax.Array:
-  """Concatenates the leaves of a layout, and returns the vector cut into chunks, (chunks, M).
+  """Concatenates the leaves of a layout to a vector; returns its chunks as an array (chunks, M).
 
-  Zeros are added at the vector's end, so that all chunks have M entries. `owner` is the number of
-  this device's chunk.
+  Zeros are added at the vector's end, so that all chunks have M entries. `owner` is the index of
+  this device. The index changes no entry: under ``vmap`` over the devices, it only makes the result
+  a batched array, as ``all_to_all`` requires.
   """
   flat = [jnp.ravel(leaves[i]) for i in layout.leaves]
   # Under `vmap`, `all_to_all` needs batched rows, but gradients that are equal on all replicas are

@@ -115,10 +115,12 @@ def combine(nodes: jax.Array, factors: Factors, group: jax.Array) -> jax.Array:
 def orthogonality(
   first: Sums, first_scales: jax.Array, last: Sums, last_scales: jax.Array
 ) -> _types.FloatScalar:
-  """Returns the squared norm of the result, divided by the sum of the gradients' squared norms.
+  """Returns the squared norm of the adaptive sum, divided by the sum of squared gradient norms.
 
-  `first` are the sums of the tree's lowest level (the gradients), `last` those of its highest level
-  with a pair. Norms are over all groups. Returns 1 if all gradients are zero.
+  Norms are over all groups. `first` are the sums of the gradients, which are the nodes of the
+  tree's lowest level. `last` are the sums of the level below the root, which has two nodes, or one
+  if there is only one gradient. The two arrays of scales are the exponents h of these levels (see
+  the module). Returns 1 if all gradients are zero.
   """
   unit = jnp.max(norms_of(first.squares, first_scales))
   before = jnp.sum(jnp.ldexp(first.squares, -2 * (first_scales + unit)))

@@ -41,14 +41,16 @@ def group_classes(depths: Sequence[int] | np.ndarray | None, num_groups: int) ->
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class GroupCounts:
-  """The step counts of the groups, for one step.
+  """Step counts for each group of layers, with which one step calls the inner ``update``.
 
   Attributes:
-    layout: the group of each leaf of the inner state, and which leaves are step counts.
-    counts: for each count in `layout`, a vector with an entry for each group.
-    classes: the class of each group (:func:`group_classes`).
-    leaf_groups: the group of each leaf, as a tree of the gradients' structure.
-    first_trained: the first group that this step may train.
+    layout: tells which leaves of the inner optimizer's state are step counts, and to which group
+      each leaf of this state belongs.
+    counts: for each entry of ``layout.counts``, a vector; its entry i is the count of group i.
+    classes: the class of each group. Groups of a class are always trained in the same steps, so
+      their counts are equal (:func:`group_classes`).
+    leaf_groups: the group of each param, as a tree of the gradients' structure.
+    first_trained: the first group that this step may train; the groups before it are frozen.
   """
 
   layout: _state_layout.StateLayout
