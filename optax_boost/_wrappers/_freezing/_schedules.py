@@ -300,6 +300,9 @@ def progressive_freezing(
     max_depths: as for :func:`continuous_freezing`. With more groups than depths, neighboring groups
       are frozen together, at the earliest of their times.
 
+  Returns:
+    A :class:`FreezeSchedule`.
+
   Examples:
     >>> import jax.numpy as jnp, optax_boost
     >>> schedule = optax_boost.progressive_freezing(3, total_steps=100, first=0.5)
@@ -358,6 +361,9 @@ def fixed_freezing(
     steps: the number of steps with frozen groups, such as the first steps of a new head. After
       these steps nothing is frozen. None: all steps.
 
+  Returns:
+    A :class:`FreezeSchedule`.
+
   Examples:
     >>> import optax_boost
     >>> schedule = optax_boost.fixed_freezing(10, frozen_groups=8)
@@ -396,6 +402,9 @@ def gradual_unfreezing(
       layers unchanged for longer and saves more time.
     max_depths: as for :func:`continuous_freezing`. With more groups than depths, neighboring groups
       are thawed together, at the earliest of their times.
+
+  Returns:
+    A :class:`FreezeSchedule`.
 
   Examples:
     >>> import jax.numpy as jnp, optax_boost
