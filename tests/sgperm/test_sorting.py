@@ -33,3 +33,11 @@ def test_high_bits_come_before_the_keys(kind, shape):
   x, high = keys(kind, shape), np.random.default_rng(1).integers(0, 32, shape, np.uint32)
   expected = [np.lexsort((x[:, j], high[:, j])) for j in range(shape[1])]
   np.testing.assert_array_equal(argsort(x, jnp.asarray(high), 5), np.stack(expected, axis=1))
+
+
+def test_high_bits_that_are_longer_than_a_digit_are_compared_whole():
+  # 2^18 entries leave 14 bits for a digit, so the first digit doesn't hold all of 15 bits.
+  high = np.random.default_rng(0).integers(0, 2**15, (2**18, 1), np.uint32)
+  x = np.zeros((2**18, 1), np.float32)
+  expected = np.argsort(high, axis=0, kind="stable")
+  np.testing.assert_array_equal(argsort(x, jnp.asarray(high), 15), expected)

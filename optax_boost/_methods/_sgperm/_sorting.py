@@ -60,8 +60,9 @@ def argsort(x: jax.Array, high: jax.Array | None = None, high_bits: int = 0) -> 
   """
   index_bits = _index_bits(x)
   digit_bits = 32 - index_bits
-  # Keys of float64, or short digits, would need too many sorts by digits.
-  if x.size < _FEW_ENTRIES or x.dtype == jnp.float64 or digit_bits < 11:
+  # Keys of float64, or short digits, would need too many sorts by digits. A digit that is shorter
+  # than `high` would have entries with different `high`, which `_exchange` doesn't compare.
+  if x.size < _FEW_ENTRIES or x.dtype == jnp.float64 or digit_bits < max(11, high_bits):
     rows = jax.lax.broadcasted_iota(jnp.int32, x.shape, 0)
     key_words = [x] if high is None else [high, x]
     return jax.lax.sort((*key_words, rows), dimension=0, num_keys=len(key_words))[-1]
@@ -91,7 +92,7 @@ def _index_bits(x: jax.Array) -> int:
 def _sortable(x: jax.Array) -> jax.Array:
   """Returns uint32 keys that have the same order as the floats `x`.
 
-  The floats have at most 32 bits. -0.0 gets the same key as 0.0.
+  The floats have at most 32 bits, and no NaN. -0.0 gets the same key as 0.0.
   """
   single = x.astype(jnp.float32)
   bits = jax.lax.bitcast_convert_type(jnp.where(single == 0, 0, single), jnp.uint32)
