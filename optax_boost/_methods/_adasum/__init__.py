@@ -6,7 +6,8 @@ For two gradients a, b of one leaf:
 
 N gradients are combined along a binary tree: first the pairs (0, 1), (2, 3), ..., then pairs of
 their sums. A node (a gradient or a sum) without a partner moves up one level unchanged, so N need
-not be a power of two. Over several devices, the leaves of one dtype take these steps:
+not be a power of two. Over several devices, a reduction takes these steps. All leaves share steps 1
+and 3; steps 2 and 4 are made for each dtype.
 
 1. An all-reduce finds the largest entries, by which inner products are scaled.
 2. The leaves are concatenated into one vector, which is cut into as many chunks as there are
@@ -15,9 +16,9 @@ not be a power of two. Over several devices, the leaves of one dtype take these 
    all-reduce adds these over the chunks, which gives the coefficients that combine the pairs.
 4. An all-gather returns the whole result to all devices.
 
-These are 3 + log2(N) collectives for any number of leaves. They move as many bytes as one
-all-reduce of the gradients. Each entry is computed on one device, so all replicas get the same
-bits.
+For leaves of one dtype, these are 3 + log2(N) collectives for any number of leaves. They move as
+many bytes as one all-reduce of the gradients. Each entry is computed on one device, so all replicas
+get the same bits.
 
 Source: Maleki et al., "Scaling Distributed Training with Adaptive Summation", arXiv:2006.02924.
 

@@ -71,7 +71,10 @@ def scales_of(bounds: jax.Array) -> jax.Array:
 
 
 def norms_of(squares: jax.Array, scales: jax.Array) -> jax.Array:
-  """Returns exponents n such that no node's norm exceeds 2^n, from the squares of scaled nodes."""
+  """Returns exponents n such that no node's norm exceeds 2^n, from the squares of scaled nodes.
+
+  For a node that is zero, n is -126.
+  """
   exponents = (jnp.frexp(squares)[1] + 1) // 2 - scales
   return jnp.where(squares > 0, jnp.maximum(exponents, _LOWEST), _LOWEST)
 

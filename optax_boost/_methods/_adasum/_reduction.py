@@ -135,8 +135,9 @@ def _pass(
   those of `nodes`. If `scales` is None, the sums are empty.
   """
   dtype = _arrays.accumulator_dtype(chunk.layout.dtype)
-  # `results` begins as the first node of each pair. The loop replaces it, block by block, by the
-  # adaptive sum of the pair.
+  # `results` begins as the first node of each pair, which the loop no longer needs. In the same
+  # buffer, the loop replaces it, block by block, by the adaptive sum of the pair. A node without a
+  # partner keeps its buffer.
   results = [] if factors is None else [node.astype(dtype) for node in nodes[::2]]
   size = (0 if scales is None else scales.shape[0], len(results) or len(nodes))
 

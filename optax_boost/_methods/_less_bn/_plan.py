@@ -125,7 +125,8 @@ def _find_places(graphs: Sequence[_data_graph.DataGraph]) -> dict[str, NormPlace
 
   There is a graph for each input of the model. If an input passes a BatchNorm several times, the
   BatchNorm has the role "inner" only if it has this role in each pass. If the model has several
-  inputs, the first input counts for which the BatchNorm has another role than "outside".
+  inputs, the role is that of the first input for which the BatchNorm is not "outside", and the
+  number of layers is that of the last input with this role.
   """
   places: dict[str, NormPlace] = {}
   for graph in graphs:

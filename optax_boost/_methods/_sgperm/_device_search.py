@@ -2,9 +2,9 @@ r"""The exact step of SGPerm on the device: a search for cycles of weights in se
 
 The algorithm is in the docstring of `_sgperm`. All subsets of all weight vectors are searched
 together. A *lane* is one subset of one vector, sorted by rising weight. A *source* is the entry
-from which a cycle starts. The entries of a lane are sources in turn, by falling recommendation: in
-turn t each lane tries source number t. So a step takes as many turns as the largest lane has
-entries with a recommendation.
+from which a cycle starts. The entries of a lane are sources in turn, by falling magnitude of their
+recommendations: in turn t each lane tries source number t. Entries without a recommendation are no
+sources, so a step takes as many turns as the lane with the most sources has sources.
 
   n, m     entries of a vector, vectors
   P        the number of lanes of a vector if its subsets have the smallest size
@@ -76,8 +76,9 @@ import jax.numpy as jnp
 from optax_boost._foundation import _arrays, _types
 from optax_boost._methods._sgperm import _host_search, _sorting
 
-# One compiled search serves all sizes of subsets if all lanes of a vector have at most `_FEW_WORDS`
-# words. Otherwise the sizes are divided into up to `_BANDS` bands, with a search for each.
+# One compiled search serves all sizes of subsets if all lanes of a vector together have at most
+# `_FEW_WORDS` words. Otherwise the sizes are divided into up to `_BANDS` bands, with a search for
+# each.
 _FEW_WORDS, _BANDS = 64, 4
 
 
@@ -141,7 +142,7 @@ def _by_subset_and_weight(weights: jax.Array, order: jax.Array, size: jax.Array)
 
   `order` holds the shuffled entries, as in :class:`_host_search.Work`, and `size` is the number of
   entries in a subset. Equal weights keep the order that they have in `order`, or in the vector if
-  `order` has shape (n,).
+  `order` has shape (n,) or the whole vector is one subset.
   """
   whole = size == len(weights)
   if order.ndim == 1:

@@ -68,8 +68,8 @@ def laperm(
   If the initial weights of a vector are all equal, as in a zero bias, a synchronization undoes the
   vector's training: exclude such leaves, or initialize them at random. Weights that become NaN
   count as the largest of their vector. Steps that `inner` skips don't count, such as the steps of
-  ``accumulate`` that only add gradients, and steps after an overflow under a loss scale. Inside
-  ``shard_map`` leaves must be whole, since a permutation has the indices of whole leaves.
+  ``accumulate`` that only add gradients, and steps whose gradients overflowed under a loss scale.
+  Inside ``shard_map`` leaves must be whole, since a permutation has the indices of whole leaves.
 
   Args:
     inner: an optimizer that descends, with its learning rate. A synchronization doesn't reset the

@@ -55,12 +55,15 @@ class PermutedParams(NamedTuple):
 
   @classmethod
   def from_initial(cls, initial: optax.Params, permutation: optax.Params) -> "PermutedParams":
-    """Returns the model whose params are exactly a permutation of initial params.
+    """Returns the model whose params are a permutation of initial params.
 
     Args:
       initial: the params that the training started from.
       permutation: a tree like `initial` of integers. A leaf whose permutation is
         ``optax.MaskedNode()`` is not permuted.
+
+    Returns:
+      The model, whose params are exact.
 
     Raises:
       ValueError: `permutation` does not fit `initial`: its tree or a shape differs, or an index is
@@ -251,7 +254,7 @@ def check_indices(index: jax.Array, size: int, argument: str, name: str) -> None
 
 
 def _read(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
-  """Returns the arrays in a file by name; raises ValueError if `save` can't have written it."""
+  """Returns the arrays in a file by name; raises ValueError if it can't be read as an npz file."""
   try:
     with open(path, "rb") as file:
       loaded = np.load(file, allow_pickle=False)
@@ -270,7 +273,7 @@ def _decoded(arrays: dict[str, np.ndarray], name: str, leaf: jax.Array) -> tuple
 
   `arrays` are the arrays in the file, `name` is the leaf's path, and `leaf` has its initial values.
   If the leaf was not permuted, its permutation is ``optax.MaskedNode()``. Raises ValueError if the
-  training did not start from the values of `leaf`.
+  training started from a leaf of another shape or, for a permuted leaf, from other values.
   """
   start, sharding = _on_this_host(leaf), jnp.asarray(leaf).sharding
   values = arrays.get(f"values/{name}")

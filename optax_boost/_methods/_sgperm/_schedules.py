@@ -7,9 +7,10 @@ r"""The schedules of SGPerm, in double precision whatever the device computes in
   lamda        the size of a subset, as a share of its vector
 
 Python computes a table of alpha and lamda in float64, which the steps look up. So the size of a
-subset, ``floor(lamda n)``, and the bound on a change, ``alpha + 1 / k``, have the precision of
-float64. There is no table if an argument is an array of ``optax.inject_hyperparams``, whose value
-is not known before the steps run. Then the device computes alpha and lamda in its own precision.
+subset, ``floor(lamda n)``, is that of float64, and the bound on a change, ``alpha + 1 / k``, is
+rounded only once, from float64 to the device's precision. There is no table if an argument is an
+array of ``optax.inject_hyperparams``, whose value is not known before the steps run. Then the
+device computes alpha and lamda in its own precision.
 """
 
 from collections.abc import Callable
@@ -75,7 +76,7 @@ class Schedules:
     alpha, lamda, beta1, beta2, alpha_min, lamda_max = numbers
     steps = (count + 1).astype(alpha.dtype)
     alpha, lamda = beta1**steps * alpha, beta2**steps * lamda
-    # If lamda starts above lamda_max, the first step lowers it to lamda_max. If beta2 is below 1,
+    # If beta2 lamda is above lamda_max, lamda is lamda_max in the first step. If beta2 is below 1,
     # each later step multiplies this bound by beta2.
     bound = lamda_max * jnp.minimum(beta2 ** (steps - 1), 1)
     return jnp.maximum(alpha, alpha_min), jnp.minimum(lamda, bound)
@@ -86,8 +87,8 @@ class Schedules:
     """Returns the value in step `count`: from `table`, or from ``later()``.
 
     ``later()`` computes the value on the device. It is used if there is no table, and in steps
-    after the table's end if the value still changes there. If the value no longer changes, the
-    table's last value is returned in these steps.
+    after the table's end if alpha or lamda still changes there. If neither changes, the table's
+    last value is returned in these steps.
     """
     if not self._known:
       return jnp.asarray(later())

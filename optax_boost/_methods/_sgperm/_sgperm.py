@@ -143,7 +143,7 @@ def sgperm(
     backend: where ``"exact"`` runs. ``"auto"``: on the host if JAX runs on one CPU device and numba
       is installed, else on the device. The host gathers leaves that are sharded over devices.
     key: a key of ``jax.random.key`` or a seed. Not needed for ``"rank"``, nor if lamda is 1 in
-      every step: `lamda` and `lamda_max` are 1, and `beta2` is at least 1.
+      every step, as with `lamda` and `lamda_max` 1 and `beta2` at least 1.
     layout: where a kernel has its output axis, as in :func:`centralize`.
     layers: the axes of layers, fan-in and outputs, as in :func:`centralize`.
 
