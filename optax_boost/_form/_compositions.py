@@ -1,10 +1,10 @@
 """Finds and replaces the transformations that a transformation holds.
 
 A transformation of this package lists its held transformations in its
-:class:`~optax_boost._form._form.Form`. A user's wrapper lists its held transformations in an
-attribute `wraps`, of ``update`` or of the object that has the method ``update``. A composition of
-optax, such as ``optax.chain``, keeps its held transformations in variables of enclosing functions
-that its ``update`` uses; the table ``_OPTAX`` lists these variables.
+:class:`~optax_boost._form._form.Form`. A user's wrapper names one transformation, or a tuple of
+several, in an attribute `wraps` of ``update``, or of the object that has the method ``update``. A
+composition of optax, such as ``optax.chain``, keeps its held transformations in variables of
+enclosing functions that its ``update`` uses; the table ``_OPTAX`` lists these variables.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -156,7 +156,10 @@ def held_states(update: Update, state: optax.OptState) -> Sequence[optax.OptStat
 
 
 def replace_held_updates(update: Any, replace: Callable[[int, Update], Update]) -> Update:
-  """Returns a copy of `update` in which ``replace(i, held)`` replaces the i-th held ``update``."""
+  """Returns `update` with ``replace(i, held)`` in place of the i-th held ``update``.
+
+  The function `update` itself is not changed. If ``jax.jit`` made it, the result is not jitted.
+  """
   indices = itertools.count()
 
   def replaced(value: Any) -> Any:
@@ -225,8 +228,8 @@ def around_innermost(
 ) -> optax.GradientTransformationExtraArgs:
   """Returns `tx` with ``function(inner)`` in place of its innermost transformation `inner`.
 
-  `inner` is what the wrappers of this package in `tx` hold. If `tx` is not a wrapper, returns
-  ``function(tx)``.
+  `inner` is what the wrappers of this package in `tx` hold. Both transformations in a
+  ``switch_after`` are replaced so. If `tx` is not a wrapper, returns ``function(tx)``.
   """
   form = _form.form_of(tx.update)
   if form is None or not form.holds_an_optimizer or form.rebuild is None:

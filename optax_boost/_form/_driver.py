@@ -4,12 +4,13 @@
 step of the innermost transformation, and calls `after` of each wrapper from the inside out. The
 step is made only if every wrapper allows it. If not, neither params nor inner states change.
 
-A :class:`StepPlan` tells whether the step returns updates or applies them to the params. If it
-returns updates, the driver uses ``lax.cond``, which stores the updates (zeros if the step is
-skipped) and copies the state. If it applies updates, the driver uses a while loop of at most one
-iteration, which updates params and state in place (XLA 10), so that a skipped step costs nothing.
-XLA materializes the inputs of a loop. So a :class:`Call` holds a function that returns the
-gradients, and XLA fuses the wrappers' arithmetic on gradients into the loop.
+A :class:`StepPlan` tells whether the step returns updates or applies them to the params, and
+whether the step is made in place. In place, the driver uses a while loop of at most one iteration,
+which updates params and state in place (XLA 10), so that a skipped step costs nothing. Otherwise
+the driver uses ``lax.cond``, which stores what it returns, such as updates (zeros if the step is
+skipped), and copies the state. XLA materializes the inputs of a loop. So a :class:`Call` holds a
+function that returns the gradients, and XLA fuses the wrappers' arithmetic on gradients into the
+loop.
 """
 
 from collections.abc import Callable, Sequence

@@ -43,9 +43,10 @@ def all_finite(
 ) -> _types.BoolScalar:
   """Returns whether all entries of ``divide(tree)`` are finite; `divide` divides by `divisor`.
 
-  First, the squares of the quotients are summed. If the sum is finite, all entries are finite. XLA
-  for CPUs stores nothing for this sum. Only if the sum is not finite, a loop checks every entry of
-  the quotients, and XLA stores the quotients.
+  First, the squares of the entries of `tree` are summed, and the sum is divided by `divisor` twice.
+  If the result is finite, all entries are finite. XLA for CPUs stores nothing for this sum. Only if
+  the result is not finite, a loop checks every entry of ``divide(tree)``. XLA stores the loop's
+  input, which should be stored anyway.
   """
   tree = jax.lax.stop_gradient(tree)
   squares = _arrays.sum_squares_of_tree(tree).astype(jnp.float32) / divisor / divisor

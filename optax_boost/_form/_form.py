@@ -21,8 +21,9 @@ class Form:
     extra_args: the names of the extra arguments that the transformation's step takes.
     frozen_groups: the group of layers of each leaf, if the transformation freezes groups.
     wrapper: the :class:`optax_boost._form._driver.Wrapper` that the driver runs, if any.
-    changes: when the transformation changes the updates of the transformation that it holds:
-      "always", "half" (only if the params are in half precision), or never (None).
+    changes: when a wrapper's plan changes the updates of the innermost transformation (`change` or
+      `cast_updates` of a :class:`~optax_boost._form._driver.StepPlan`): "always", "half" (only if
+      the params are in half precision), or never (None).
     keeps: what the transformation computes from the params after a step: their "average", their
       "rounding", or nothing (None).
     held_state_fields: the fields of the state that hold the states of `wraps`.

@@ -30,7 +30,8 @@ _REPLACING = (
   *("laperm", "switch_after", "optax.lookahead"),
   *("optax.mechanize", "optax.sam", "optax.schedule_free"),
 )
-# On the stack, functions of these packages are not taken for transformations.
+# On the stack, functions of these packages are not taken for transformations, apart from `init_fn`
+# of a transformation of this package.
 _PLUMBING = ("jax", "optax_boost")
 
 

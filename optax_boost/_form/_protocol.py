@@ -141,9 +141,9 @@ def requesting_state(opt_state: optax.OptState, request: str) -> optax.OptState:
 def unseen_by_scale(opt_state: optax.OptState, tree: _types.Tree) -> list[jax.Array]:
   """Returns the leaves of a tree that ``optax.masked`` hides from all loss scales in a state.
 
-  If the state has no loss scale, these are all leaves. A wrapper around a loss scale skips a step
-  only for overflows in these leaves. An overflow in any other leaf must reach the loss scale, which
-  skips the step itself and shrinks.
+  If the state has no loss scale, these are all leaves. A wrapper around a loss scale may skip a
+  step for an overflow in these leaves. An overflow in any other leaf must reach the loss scale,
+  which skips the step itself and shrinks.
   """
   seen = [seen_leaves(state, tree) for state in _requesting_states(opt_state, LOSS_SCALE)]
   leaves = jax.tree.leaves(tree)
@@ -153,7 +153,10 @@ def unseen_by_scale(opt_state: optax.OptState, tree: _types.Tree) -> list[jax.Ar
 def renew_full_gradients(
   opt_state: optax.OptState, params: optax.Params, full_gradient: optax.Updates
 ) -> optax.OptState:
-  """Returns `opt_state` with the full gradient put into each state that requests it."""
+  """Returns `opt_state` with the full gradient put into each state that requests it.
+
+  Raises ValueError if no state requests the full gradient.
+  """
   if not is_requested(opt_state, FULL_GRADIENT):
     raise ValueError(
       "`refresh` needs an optimizer state that asks for the full gradient, such as the state of"

@@ -248,7 +248,7 @@ def _check_weight(weight: Any) -> _types.FloatScalar:
 
 
 def _as_array(index: int, path: _types.KeyPath, leaf: Any) -> _types.Leaf:
-  """Returns a leaf of JAX or NumPy unchanged, and any other, such as PyTorch's, as a NumPy array.
+  """Returns a leaf as a NumPy array, or unchanged if it is a JAX or NumPy array or a number.
 
   Raises TypeError if the leaf is not numeric; the message names the batch's `index` and the path.
   """

@@ -97,7 +97,8 @@ KEEP_OUT = (
 def check_floating(tree: _types.Tree, method: str, advice: str | None = None) -> None:
   """Raises TypeError unless all leaves are real floating-point arrays.
 
-  The message about a leaf of another dtype ends with `advice`.
+  The message about a leaf of another dtype ends with `advice`. None: it advises a mask around
+  `method`.
   """
   _check_dtype(tree, method, advice, jnp.floating, "real floating-point")
 
@@ -105,7 +106,7 @@ def check_floating(tree: _types.Tree, method: str, advice: str | None = None) ->
 def check_inexact(tree: _types.Tree, method: str, advice: str | None = None) -> None:
   """Raises TypeError unless all leaves are floating-point arrays, real or complex.
 
-  The message about a leaf of another dtype ends with `advice`.
+  The message about a leaf of another dtype ends with `advice`, as in :func:`check_floating`.
   """
   _check_dtype(tree, method, advice, jnp.inexact, "floating-point")
 

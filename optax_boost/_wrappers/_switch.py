@@ -26,8 +26,8 @@ class SwitchAfterState(NamedTuple):
     count: scalar int32, calls of ``update``.
     first_state: state of the first transformation; not updated after the switch.
     second_state: state of the second transformation, updated in every step.
-    made: scalar bool, whether the transformation that acted in the last call made a step. With
-      :func:`accumulate` inside, this is True only at the end of a window.
+    made: scalar bool, whether the transformation that acted in the last call made a step. If this
+      transformation holds :func:`accumulate`, it makes a step only at the end of a window.
   """
 
   count: _types.IntScalar  # type: ignore[assignment]  # tuples have a method of this name

@@ -273,7 +273,8 @@ class _FreezeLayers:
   def _first_trained(self, depth: _types.IntScalar) -> int:
     """Returns the first group that a step of this depth may train.
 
-    If `depth` is traced, returns the lowest depth that the schedule may have.
+    This is `depth` if `depth` is the constant that a train step puts into the state. If `depth` is
+    a JAX array, this is the lowest depth that the schedule may have.
     """
     if isinstance(depth, np.integer | np.ndarray):
       return int(depth)

@@ -70,10 +70,10 @@ LeafGroup: TypeAlias = int | StackedGroups
 
 
 def leaf_groups(numbers: _types.Tree, leaves: _types.Tree) -> _types.Tree:
-  """Returns the :data:`LeafGroup` of each leaf.
+  """Returns the :data:`LeafGroup` of each leaf, as a tree of the structure of `leaves`.
 
   `numbers` has for each leaf the number of its group, or, for a stacked leaf, an array with the
-  number of each layer's group.
+  number of each layer's group, which broadcasts against the leaf.
   """
 
   def leaf_group(number: _layer_groups.GroupNumber, leaf: jax.Array) -> LeafGroup:
