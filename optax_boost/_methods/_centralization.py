@@ -51,8 +51,9 @@ def centralize(
     exclude: the leaves to leave alone: regular expressions that match whole segments of a leaf's
       path (``"conv"`` matches ``"block_1/conv/kernel"``), a tree of bools, a callable from params
       to such a tree, or None. ``"auto"`` excludes biases, normalizations, embeddings, depthwise
-      convolutions and a :class:`optax_boost.nnx.NormalizedDense`. Without `layers`, it also
-      excludes kernels of one input channel and leaves with at most one axis.
+      convolutions and a :class:`optax_boost.nnx.NormalizedDense`. Of the leaves that `layers`
+      does not describe, it also excludes kernels of one input channel and leaves with at most one
+      axis.
     layout: the output axis of kernels that `layers` does not describe: ``"flax"``, the last axis
       (Dense ``(in, out)``, Conv ``HWIO``); ``"torch"``, the first axis (``(out, in, ...)``).
     layers: which axes of each leaf are layers, fan-in and outputs, as :func:`layer_axes` returns

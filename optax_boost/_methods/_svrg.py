@@ -148,8 +148,9 @@ def svrg(
 
   Until the first refresh, gradients pass unchanged. If an entry of the gradient at the snapshot is
   not finite, this entry passes uncorrected. If the params or the full gradient are not finite, the
-  refresh is not made. `notfinite_count` counts these steps and refreshes. A batch gradient that is
-  not finite passes unchanged, and `squared_deviations` does not change.
+  refresh is not made. `notfinite_count` counts these steps and refreshes. Entries of a batch
+  gradient that are not finite pass unchanged, and such a step does not change
+  `squared_deviations`.
 
   Args:
     refresh_every: the number of steps from one refresh inside ``update`` to the next, about one to

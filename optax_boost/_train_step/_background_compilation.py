@@ -11,7 +11,7 @@ def compile_programs(programs: Sequence[jax.stages.Lowered]) -> concurrent.futur
 
   Training continues meanwhile, since XLA compiles without Python's interpreter lock. The caller
   lowers the programs in its own thread, since tracing depends on contexts of the current thread,
-  such as ``jax.set_mesh``.
+  such as ``jax.set_mesh``. A later call of the jitted function finds the compiled program.
   """
 
   def compile_all() -> None:

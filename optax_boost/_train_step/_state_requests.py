@@ -45,7 +45,9 @@ class ScaleRequest:
 
 @dataclasses.dataclass(frozen=True)
 class FreezeRequest:
-  """The frozen layers: the first groups of layers, for which a step computes no backward pass.
+  """The frozen layers: the first groups of layers, whose gradients are zero.
+
+  If `depth` is static, a step computes no backward pass for them.
 
   Attributes:
     groups: the number of each leaf's group. A leaf that ``optax.masked`` hides from the freezing

@@ -58,7 +58,8 @@ _UNUSED_WEIGHT = (
 )
 
 
-# `eq=False` compares and hashes objects by identity, since some fields, such as `data`, can't be
+# `eq=False` compares and hashes objects by identity. `jax.jit` caches compiled programs by the
+# bound method `step`, whose hash needs the object's hash, and some fields, such as `data`, can't be
 # hashed.
 @dataclasses.dataclass(frozen=True, eq=False)
 class StepComputation:
@@ -67,7 +68,8 @@ class StepComputation:
   Attributes:
     data: the arrays that the user's `full_grad_fn` binds, by name.
     warnings_given: the warnings given so far, so that no later trace of the step repeats them.
-    losses_checked: holds True after the first trace in which the loss depended on the params.
+    losses_checked: holds True after the first trace. Later traces don't check whether the loss
+      depends on the params.
   """
 
   loss_fn: _types.LossFn

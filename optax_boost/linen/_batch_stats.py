@@ -31,10 +31,12 @@ def estimate_batch_stats(
 ) -> dict[str, Any]:
   """Estimates BatchNorm statistics again, like :func:`optax_boost.nnx.estimate_batch_stats`.
 
-  The pass estimates the BatchNorms that `forward_fn` updates, so call the module in its training
-  mode. These BatchNorms normalize by the batch. All others normalize by their running statistics
-  and keep them. ``nn.Dropout`` does nothing; all other layers act as usual. If another layer needs
-  a key in training, call the module in its evaluation mode and name the BatchNorms by `only`.
+  The pass estimates the BatchNorms that `forward_fn` would update, so call the module in its
+  training mode. These BatchNorms normalize by the batch. Frozen BatchNorms
+  (``use_running_average=True``), and those that `only` and `exclude` leave out, normalize by their
+  running statistics and keep them. ``nn.Dropout`` does nothing; all other layers act as usual. If
+  another layer needs a key in training, call the module in its evaluation mode and name the
+  BatchNorms by `only`.
 
   Args:
     module: the module.

@@ -105,10 +105,10 @@ def less_bn(
   """Returns a module with fewer BatchNorms and the original's methods (``init``, ``apply``, ...).
 
   The arguments are those of :func:`optax_boost.nnx.less_bn`; ``module.init`` and a call are traced
-  with the inputs. Kernels and biases keep their paths, so variables of the original module fit. Use
-  the returned module for evaluation, too, with ``train=False`` or the module's own flag. ``init``
-  refuses a module with ``nn.jit`` inside, since ``nn.jit`` keeps earlier traces, in which calls
-  can't be intercepted.
+  with the inputs. Kernels and biases keep their paths, so variables of the original module with
+  these paths fit. Use the returned module for evaluation, too, with ``train=False`` or the module's
+  own flag. ``init`` refuses a module with ``nn.jit`` inside, since ``nn.jit`` keeps earlier traces,
+  in which calls can't be intercepted.
 
   Raises:
     ValueError: there are no inputs. In ``init``: a BatchNorm to remove is not called.

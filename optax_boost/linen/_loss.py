@@ -42,6 +42,7 @@ def split_loss(
     splits the key `rng` into the module's rng streams.
 
   Raises:
+    TypeError: an argument has a wrong type.
     ValueError: `variables` has no collection ``params``.
 
   Examples:

@@ -64,8 +64,8 @@ class BoundModel:
   def _drop_sown_before(self, path: _types.KeyPath, value: Any) -> Any:
     """Returns an entry of the collections, without values that ``sow`` stored in earlier steps.
 
-    `value` is the entry at `path` after a call. A tuple that this call has extended loses the
-    values from before the call; any other `value` is returned unchanged.
+    `value` is the entry at `path` after a call. A tuple that this call is the first to extend loses
+    the values from before the call; any other `value` is returned unchanged.
     """
     # Only `sow` extends tuples. An RNN's carry, for example, keeps its length.
     length = self._lengths.get(path)

@@ -33,7 +33,7 @@ class KeyedBatch(NamedTuple):
 )
 @dataclasses.dataclass(frozen=True)
 class ClosedBatch:
-  """A batch as a pytree of arrays, since NNX objects can't be passed through ``jax.jit``.
+  """A batch in which arrays replace the NNX objects, so that it is a pytree of arrays.
 
   Attributes:
     batch: the batch, with None in the place of each NNX object.

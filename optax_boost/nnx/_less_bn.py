@@ -65,6 +65,9 @@ def less_bn(
       the number of BatchNorms in the model.
     **kwargs: the keyword inputs with which the model is traced.
 
+  Returns:
+    A model of the same class.
+
   Raises:
     ValueError: there are no inputs.
 

@@ -10,9 +10,9 @@ from optax_boost._foundation import _checks, _paths, _tree_checks, _types
 from optax_boost._trace import _layer_axes, _losses
 from optax_boost.nnx import _batch, _model
 
-# The seed of the key for a pass over all data, if the user gives no key. Each pass adds this key to
-# the counts of the model's rng streams. The steps between two passes change the counts, so the
-# passes have different dropout masks.
+# The seed of the key for a pass over all data, if the user gives no key. A pass only adds numbers
+# drawn from this key to the counts of the model's rng streams. The steps between two passes change
+# the counts, so the passes have different dropout masks.
 PASS_SEED = 0
 
 
@@ -38,6 +38,7 @@ def split_loss(
     streams; with a key as fourth argument of the loss, the streams draw other numbers.
 
   Raises:
+    TypeError: an argument has a wrong type.
     ValueError: when the loss is traced, if the forward pass creates, removes or reshapes variables.
 
   Examples:

@@ -117,10 +117,10 @@ def dim_reduce(
       ``DimReduce(network, optimizer, ...)``; its learning rate scales the steps. In place of the
       gradient, `inner` gets :math:`\alpha r - t P^\top d`, and in a trial :math:`-t P^\top d`; its
       state after a trial is discarded. ``max_search="auto"`` differs in three ways with `inner`:
-      :math:`t` is at most 1; :math:`B` learns from the distance that the params moved; and a
-      trial's loss is compared with the loss after the updates that `inner` returns for a zero
-      gradient, which costs one more forward pass. None: adds the steps to the params, as
-      ``optax.sgd(1.0)`` does in MindSpore's search.
+      an accepted :math:`t` does not grow above 1 in the next search; :math:`B` learns from the
+      distance that the params moved; and a trial's loss is compared with the loss after the updates
+      that `inner` returns for a zero gradient, which costs one more forward pass. None: adds the
+      steps to the params, as ``optax.sgd(1.0)`` does in MindSpore's search.
 
   Returns:
     An :class:`optax.GradientTransformationExtraArgs` that needs `params`. Updates have the
@@ -368,8 +368,8 @@ class _DimReduce:
       resolution=float(jnp.finfo(value.dtype).eps) if self.adaptive else None,
     )
     search = search._replace(notfinite=_arrays.increment_if(~jnp.isfinite(start), search.notfinite))
-    # If `short` is True, the next search may try lengths above 1. With `inner`, lengths stay at
-    # most 1, since the learning rate of `inner` bounds the steps. A greater length need not give a
+    # If `short` is True, an accepted length may grow above 1 in the next search. With `inner` it
+    # may not, since the learning rate of `inner` bounds the steps. A greater length need not give a
     # longer step: the steps of Adam, for example, don't grow with the gradient that Adam gets.
     return search if self.inner is None else search._replace(short=jnp.asarray(False))
 

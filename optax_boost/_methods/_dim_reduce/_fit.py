@@ -103,8 +103,8 @@ def _fit(
   """Computes the subspace of all blocks of snapshots; returns four values.
 
   They are: the subspace; for each of the m snapshots, whether it is not finite; in how many
-  directions the snapshots differ, in the group where this number is smallest; and the sum of
-  squares of the centred snapshots. If `key` is None, the components are exact.
+  directions, at most `components`, the snapshots differ in the group where this number is smallest;
+  and the sum of squares of the centred snapshots. If `key` is None, the components are exact.
   """
   centred = _pca.Centred(blocks)
   m, sketch = len(centred.bad), None

@@ -4,7 +4,7 @@ r"""Computes quasi-Newton steps in a subspace of k dimensions: direction, line s
   g_k  projected gradient, k
   d_k  direction, -B g_k
   s    the last accepted step, a multiple of an earlier direction
-  y    the change of g_k by the step s
+  y    the change of g_k since the last accepted step
 
 BFGS, where a prime transposes a vector or matrix, and T = I - y s' / (y' s):
 
@@ -225,7 +225,7 @@ def next_step(
   some and accepted none, `restart` is returned. But if the direction was that of `steepest`
   descent, the result is usually the next shorter length.
   """
-  # A length grows above 1 only if `search.short` is True.
+  # An accepted length grows above 1 only if `search.short` is True.
   longer = search.accepted / rho
   longer = jnp.where(search.short, longer, jnp.minimum(longer, 1))
   grows = (search.tried == 1) & (longer > search.accepted)

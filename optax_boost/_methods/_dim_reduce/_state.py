@@ -41,12 +41,12 @@ class DimReduceState(NamedTuple):
     line_search_steps: scalar int32, the number of trials in the last step.
     accepted_rho: scalar float, the step length that the last step's search accepted, or 0.
     next_rho: scalar float, the first length that the next search tries, if `max_search` is "auto".
-    inner_scale: scalar float; ``s`` is `inner_scale` times the distance that the params moved in
-      the subspace. With `inner` and `max_search="auto"`, `inner_scale` is the mean curvature of the
-      loss along the first step from which ``B`` learned. Otherwise `inner_scale` is 1.
+    inner_scale: scalar float. With `inner` and `max_search="auto"`, it is the mean curvature of the
+      loss along the first step from which ``B`` learned, and ``s`` is `inner_scale` times the
+      distance that the params moved in the subspace. Otherwise `inner_scale` is 1.
     curvature: scalar float, measured in the last step: the mean curvature of the loss along ``s``,
       the last step accepted before. It is ``(y . s) / (s . s)``, where ``y`` is the change of the
-      projected gradient by ``s``. If it is not positive, ``B`` was not updated.
+      projected gradient since ``s`` was accepted. If it is not positive, ``B`` was not updated.
     explained_gradient: scalar float, ``|P g|^2 / |g|^2`` of the last step: the share of the
       gradient that lies in the subspace, if the rows of the basis are orthonormal.
     rejected_count: scalar int32, the number of steps whose search accepted no step length.
