@@ -107,6 +107,7 @@ def sequence_length_warmup(
 
   By default, the lengths are L / 16, L / 4 and L if the full length L is 256 tokens or more. Else
   they are L / 8, L / 4, L / 2 and L, since windows of L / 16 tokens would have too little context.
+  If L is not a multiple of 16 (below 256 tokens, of 8), larger divisors of L replace fractions.
 
   With ``growth="linear"``, a length :math:`l_i` begins at the share
   :math:`(l_i - l_1) / (L - l_1)` of the warm-up, when a length that grows linearly from :math:`l_1`
@@ -121,8 +122,8 @@ def sequence_length_warmup(
       less context. None: the smallest divisor of L that is at least L / 16, or L / 8 if `factor` is
       2 or 3.
     factor: by how much lengths grow, >= 2: the next length is the smallest divisor of L that is at
-      least `factor` times the last one. Raising it leaves out lengths, so fewer programs are
-      compiled. None: 4 from 256 tokens on, else 2.
+      least `factor` times the last one, or L if there is none. Raising it leaves out lengths, so
+      fewer programs are compiled. None: 4 from 256 tokens on, else 2.
     warmup_fraction: the share of the steps before L is reached, > 0 and < 1. Raising it makes the
       training cheaper, and leaves fewer steps to learn from long contexts: with 0.75, the last half
       of learned positions is trained too little.
@@ -448,7 +449,7 @@ def _check_sequences(paths: list[str], leaves: list[Any], treatments: list[LeafA
 
 
 def _windows(leaf: Any, how: LeafAxes, length: int, full_length: int) -> Any:
-  """Returns a leaf cut into windows along axis 0; windows of one sequence lie side by side.
+  """Returns the windows of a leaf, which lie along axis 0, those of one sequence side by side.
 
   `how` tells how the leaf is cut (:data:`LeafAxes`); it is not "keep".
   """

@@ -232,7 +232,8 @@ class AutoBoost:
       self._prepare_sequences(self.length_schedule, loss_fn, params, args)
     if "less_bn" in on and "gc_flag" not in on["less_bn"]:  # at a level, without a configuration
       self.effects.setdefault("less_bn", ("`boost.model` was not called", False))
-    ours = _decisions.FREEZE in on  # at a level, which freezes convolutions only
+    # At a level, which freezes convolutions only, unless the user passes `groups`.
+    ours = _decisions.FREEZE in on
     freeze = _decisions.FREEZE if ours else "grad_freeze"
     freezing = on.get(freeze, {})
     centralizes = _decisions.CENTRALIZE in on or on.get("less_bn", {}).get("gc_flag", False)

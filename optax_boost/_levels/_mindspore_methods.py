@@ -53,7 +53,7 @@ def with_adasum(
 def subspace_optimizer(
   params: Any, n_components: int, pca_mat_path: Any, weight_load_dir: Any, **numbers: Any
 ) -> optax.GradientTransformationExtraArgs:
-  """Makes MindSpore's DimReduce: :func:`dim_reduce` around SGD with a learning rate of 1.
+  """Makes MindSpore's DimReduce: :func:`dim_reduce`, whose steps are added as by an SGD of rate 1.
 
   Each step tries at most two lengths. `params` may be abstract. The subspace is read from the file
   `pca_mat_path`; if there is no such file, it is fitted to the checkpoints in `weight_load_dir`.

@@ -47,10 +47,11 @@ def check_first_windows(
 ) -> bool:
   """Computes the loss of the first windows; raises ValueError if the loss isn't sound.
 
-  Returns True if the loss was computed, and False if it can't be: `args` lacks the batch, or holds
-  abstract or traced arrays. The batch, which is cut, is the loss's first argument after the params
-  and a Flax model's state. A loss that isn't finite is not sound. An index that is out of bounds
-  only in windows is an error only if positions that begin at 0 in each window would be in bounds.
+  Returns True if the loss was computed, and False if it can't be: `args` lacks the batch, or arrays
+  in `params` or `args` are abstract or traced. The batch, which is cut, is the loss's first
+  argument after the params and a Flax model's state. A loss that isn't finite is not sound. An
+  index that is out of bounds only in windows is an error only if positions that begin at 0 in each
+  window would be in bounds.
   """
   number = int(_losses.is_stateful(loss_fn))
   leaves = jax.tree.leaves((params, args))

@@ -71,7 +71,7 @@ def _draw_curve(
   axes: "Axes", result: Any, name: str, quantity: str, budget: str, colour: str
 ) -> None:
   diverged = result.diverged(name)
-  # Seeds that diverged are left out. If all seeds diverged, all are drawn until they diverge.
+  # Seeds that diverged are left out. If all diverged, their mean is drawn while all are finite.
   rows = result.curves[name][quantity][~diverged | diverged.all()]
   with np.errstate(all="ignore"):
     mean, spread = rows.mean(0), rows.std(0)

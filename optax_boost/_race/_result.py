@@ -301,7 +301,7 @@ class RaceResult:
     return "\n\n".join(sections)
 
   def _column(self, quantity: str, budget: str) -> list[str]:
-    """Returns a column of a table; the header names the total if all methods share it."""
+    """Returns a column of a table; the header names the budget if all comparisons share it."""
     compared = [name for name in self._compared if not self.diverged(name).all()]
     ends = {name: self.budget(name, budget) for name in self.curves}
     shared = {f"{ends[name]:,.4g}" for name in compared or [self.baseline]}

@@ -25,7 +25,8 @@ class SubAxis(NamedTuple):
   size: int
 
 
-# The sub-axes along a dimension, the outermost first. Their sizes multiply to the dimension's size.
+# The sub-axes along a dimension, the outermost first. Their sizes multiply to the dimension's size,
+# but along the dimension that `AxisMap.stack` adds, the tuple is empty.
 Dimension: TypeAlias = tuple[SubAxis, ...]
 
 

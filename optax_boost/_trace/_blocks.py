@@ -24,7 +24,7 @@ class Blocks(NamedTuple):
 
   Attributes:
     by_leaf: for each leaf that the loss uses, the numbers of its blocks: one number for each layer
-      if a scan slices the leaf, else a single number.
+      if the steps of a scan that slices the leaf are blocks, else a single number.
     origin: a line for ``print``, which tells what the blocks are, and how to choose other blocks.
   """
 
@@ -187,7 +187,8 @@ def _place_beside(
   `parts` are the rows that `_place` makes. The blocks of series have places from 0 on, which are
   less than `after_all`. The first case that applies decides:
 
-  1. All steps of a scan use the leaf: the place of the first step.
+  1. All steps of a scan use the leaf, and the leaf gets data from leaves that the scan slices: the
+     place of the first step.
   2. No block gets data from the leaf: `after_all`.
   3. The leaf gets data from blocks: the place of the last of these blocks.
   4. The first block that gets data from the leaf begins a series, and the loss uses the leaf before

@@ -99,9 +99,10 @@ def layer_groups(
   may be abstract.
 
   A leaf that is in no block is placed by the flow of data. If no block gets data from the leaf, the
-  leaf is after all blocks. Otherwise, the leaf joins the last block from which the leaf gets data.
-  If the leaf gets data from no block, the leaf joins the first block that gets data from the leaf;
-  but if the loss uses the leaf before the first block, the leaf is before all blocks.
+  leaf is after all blocks. Otherwise, the leaf joins the last block from which the leaf gets data,
+  or the first step of a scan of which all steps use the leaf. If the leaf gets data from no block,
+  the leaf joins the first block that gets data from the leaf; but if this block begins its series,
+  and the loss uses the leaf before this block, the leaf is before all blocks.
 
   Noise, and arrays that the loss closes over (an adapter's base weights, a pruning mask), count as
   data only if otherwise at most one operation would combine params with data. An array in `args`

@@ -10,7 +10,8 @@ batch. So each run of the analysis uses one of four *definitions of data* (:clas
 A kernel may enter a product before it meets data. If the other operand is an input of the kernel (a
 table of learned queries, positions or noise), the result is an activation, and a later product with
 data sums over outputs of the kernel. If the other operand is a kernel, too, as in ``x @ (a @ b)``,
-the result is a kernel, and a later product with data sums over inputs of the first kernel.
+the result is a kernel, and a later product with data sums over inputs of the first kernel. So the
+later product tells an activation from a kernel.
 """
 
 from collections.abc import Iterable, Sequence
@@ -404,7 +405,7 @@ class LeafUses(_jaxpr.Interpreter[Value]):
         elif use.kind == UseKind.CONTRACTED and product is not None:
           other = inputs[1 - operand]
           # The value holds slices of a leaf that data has looked up. They are kernels of experts
-          # if the other operand was computed from data alone. Otherwise, they may be embeddings.
+          # if the other operand is data without axis maps. Otherwise, they may be embeddings.
           if value.data and (not other.data or other.axis_maps):
             continue
           self._note_product(product, operand, inputs)

@@ -27,7 +27,8 @@ class _Value(NamedTuple):
   Attributes:
     leaf: the number of the leaf whose entries the variable holds, or None.
     from_tokens: whether the variable is computed from tokens.
-    counts: whether the variable is computed from positions: an ``arange``, or part of the batch.
+    counts: whether the variable is computed from what may be positions: an ``arange``, an array
+      that the loss closes over, or an argument that does not hold tokens.
   """
 
   leaf: int | None = None

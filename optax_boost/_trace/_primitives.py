@@ -221,7 +221,8 @@ ENTRYWISE = Rule(_resize, is_entrywise=True)
 IDENTITY = Rule(_resize, is_entrywise=True, is_identity=True)
 # A result holds some entries of one operand, or all entries of several operands.
 PART = Rule(_resize, is_entrywise=True)
-# The entries of one operand replace, or are added to, entries of another operand.
+# The entries of one operand replace entries of another operand, or are combined with these entries
+# (added, multiplied, ...); further operands are the indices.
 UPDATE = Rule(None, is_entrywise=True)
 REDUCTION = Rule(_drop("axes"))
 

@@ -168,9 +168,10 @@ def _matched_length(names: Sequence[str], pattern_names: Sequence[str]) -> int |
 
 
 def select(model: _traced_leaves.Model, patterns: str) -> Series:
-  """Returns the series that patterns select; raises ValueError for none, or a leaf selected twice.
+  """Returns the series that patterns select.
 
-  `patterns` is one string, in which bars separate the patterns.
+  `patterns` is one string, in which bars separate the patterns. Raises ValueError if one of these
+  patterns selects nothing, or if a leaf is selected twice.
   """
   scan_of = {leaf: scan for scan in model.layer_scans for leaf in scan.axis_of}
   modules: dict[str, list[int]] = {}

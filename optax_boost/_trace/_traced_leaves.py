@@ -70,7 +70,10 @@ class Model:
 
   @functools.cached_property
   def layer_scans(self) -> list[_leaf_uses.LayerScan]:
-    """Returns the scans in which a step gets data from other steps, unlike a sum over experts."""
+    """Returns the scans in which a sliced leaf gets data from a sliced leaf, as layers in a row do.
+
+    A scan that sums over experts of one kernel each is not among them.
+    """
     ever = self.flow.ever_upstream
     return [
       scan
