@@ -17,6 +17,7 @@ pytestmark = pytest.mark.slow
 ROWS = {
   "rotary 256": (O1, O2),
   "learned 256": (O1,),
+  "learned 256 x 4": (O1,),
   "512": (O1, O2),
   "sources 512": (O1,),
   "wide 512": (O1,),
