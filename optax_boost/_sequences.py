@@ -449,7 +449,7 @@ def _check_sequences(paths: list[str], leaves: list[Any], treatments: list[LeafA
 
 
 def _windows(leaf: Any, how: LeafAxes, length: int, full_length: int) -> Any:
-  """Returns the windows of a leaf, which lie along axis 0, those of one sequence side by side.
+  """Returns the windows of a leaf along axis 0; windows of one sequence lie side by side.
 
   `how` tells how the leaf is cut (:data:`LeafAxes`); it is not "keep".
   """

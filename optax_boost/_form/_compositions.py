@@ -228,7 +228,7 @@ def around_innermost(
 ) -> optax.GradientTransformationExtraArgs:
   """Returns `tx` with ``function(inner)`` in place of its innermost transformation `inner`.
 
-  `inner` is what the wrappers of this package in `tx` hold. Both transformations in a
+  `inner` is the optimizer that the wrappers of this package in `tx` hold. Both transformations in a
   ``switch_after`` are replaced so. If `tx` is not a wrapper, returns ``function(tx)``.
   """
   form = _form.form_of(tx.update)

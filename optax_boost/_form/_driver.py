@@ -7,7 +7,7 @@ step is made only if every wrapper allows it. If not, neither params nor inner s
 A :class:`StepPlan` tells whether the step returns updates or applies them to the params, and
 whether the step is made in place. In place, the driver uses a while loop of at most one iteration,
 which updates params and state in place (XLA 10), so that a skipped step costs nothing. Otherwise
-the driver uses ``lax.cond``, which stores what it returns, such as updates (zeros if the step is
+the driver uses ``lax.cond``, which stores its results, such as updates (zeros if the step is
 skipped), and copies the state. XLA materializes the inputs of a loop. So a :class:`Call` holds a
 function that returns the gradients, and XLA fuses the wrappers' arithmetic on gradients into the
 loop.
@@ -209,7 +209,7 @@ class Wrapper(Protocol):
   ) -> tuple[StepResult, optax.OptState]:
     """Returns the result of the wrapper's call, and the wrapper's new state.
 
-    `outcome` is what the call of `inner` returned. `state` and `context` are the new state and the
+    `outcome` is the result of the call of `inner`. `state` and `context` are the new state and the
     value that `before` returned. If ``call.makes_step`` is False, the driver undoes changes of
     scalars in the state, but not of arrays with axes. So `after` must change such arrays through
     ``call.compute_if``, which leaves them as they are in a skipped step.

@@ -105,7 +105,7 @@ def mean_over_batches(
   """Computes the mean of ``function(params, batch)`` over batches, weighted by numbers of examples.
 
   `function` returns a tree like `params`, and so does :func:`mean_over_batches`. The arguments
-  `rng`, `weight_fn` and `progress` are those of :func:`full_gradient`. Error messages name
+  `rng`, `weight_fn` and `progress` are as in :func:`full_gradient`. Error messages name
   `method`, and the progress bar shows `shown_as`. `on_batch` is called with the arrays of each
   batch.
   """

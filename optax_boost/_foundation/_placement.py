@@ -16,10 +16,10 @@ def has_auto_axes_only(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> b
 def without_axes(
   sharding: jax.sharding.NamedSharding, axes: Sequence[int], instead: _types.SpecEntry = None
 ) -> jax.sharding.NamedSharding:
-  """Returns `sharding`, changed for those of the array axes `axes` that it shards.
+  """Returns `sharding` with the mesh axes `instead` for the array axes `axes`.
 
-  `instead` are the mesh axes that shard these array axes in the result. If `instead` is None, the
-  result replicates them.
+  Array axes that `sharding` does not shard stay unsharded. If `instead` is None, the array is
+  replicated along `axes`.
   """
   spec = [instead if axis in axes and x is not None else x for axis, x in enumerate(sharding.spec)]
   return jax.sharding.NamedSharding(

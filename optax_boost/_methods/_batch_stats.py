@@ -41,7 +41,7 @@ class Selection(NamedTuple):
 def select(
   paths: Sequence[str], only: str | Sequence[str] | None, exclude: str | Sequence[str] | None
 ) -> Selection:
-  """Returns the BatchNorms whose path `only` matches (None: all), except those of `exclude`."""
+  """Returns the BatchNorms whose path `only` matches (None: all) and `exclude` does not."""
   chosen = set(paths) if only is None else _matching("only", only, paths)
   if exclude is not None:
     chosen -= _matching("exclude", exclude, paths)

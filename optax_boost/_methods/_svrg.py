@@ -8,7 +8,7 @@ For params w, a snapshot s of earlier params, and a batch B:
   h    gradient of the loss on B at s
   mu   full gradient at s: the mean of the gradients of all examples
   a    coefficient, scalar: 1 is SVRG, 0 leaves g unchanged
-  v    corrected gradient; its mean over batches is the same as that of g
+  v    corrected gradient; its mean over batches is equal to the mean of g
 
 While s is near w, h varies with the batch as g does, so g - h varies less than g.
 """
@@ -48,8 +48,8 @@ class SvrgState(NamedTuple):
     squared_deviations: float vector of two: the sums of ``|v - mu|^2`` and of ``|g - mu|^2`` over
       the steps since the last refresh.
     variance_ratio: scalar float, the first sum of `squared_deviations` divided by the second, an
-      estimate of the variance of the corrected gradient divided by that of the plain gradient. At 0
-      the correction is perfect, above 1 it does harm.
+      estimate of the variance of the corrected gradient divided by the variance of the plain
+      gradient. At 0 the correction is perfect, above 1 it does harm.
     notfinite_count: scalar int32, the number of refreshes that were not made, plus the number of
       steps that left entries uncorrected, because numbers were not finite.
   """
@@ -254,8 +254,8 @@ def _refresh_if_due(
 def _gradients_at(params: optax.Params, function: _types.Closure, name: str) -> optax.Updates:
   """Returns ``function(params)``, the gradients, with the same leaves masked as in `params`.
 
-  Raises an error, which names `name`, if the gradients' structure or shapes are not those of
-  `params`.
+  Raises an error, which names `name`, if the gradients have another structure or other
+  shapes than `params`.
   """
   gradients = function(params)
   if any(map(_masks.is_masked, jax.tree.leaves(params, is_leaf=_masks.is_masked))):

@@ -64,10 +64,11 @@ def race(
       measures on held-out data and returns a scalar or a dictionary of scalars. `race` does not jit
       this function. If the optimizer keeps an average (:func:`average_params`,
       ``optax.contrib.schedule_free``, also inside wrappers), `params` is the average, though the
-      training loss is that of the trained params. `model_state` is the average of the statistics if
-      ``average_params(..., model_state=model_state)`` keeps one, else the last statistics. The last
-      statistics of BatchNorms don't fit averaged params, so average the statistics, too, or let
-      `evaluate` estimate them (``nnx.estimate_batch_stats``, ``linen.estimate_batch_stats``).
+      training loss is computed at the trained params. `model_state` is the average of the
+      statistics if ``average_params(..., model_state=model_state)`` keeps one, else the last
+      statistics. The last statistics of BatchNorms don't fit averaged params, so average the
+      statistics, too, or let `evaluate` estimate them (``nnx.estimate_batch_stats``,
+      ``linen.estimate_batch_stats``).
     points: the largest number of points in a curve. More points cost more evaluations.
     has_model_state: whether the loss takes and returns mutable statistics.
     full_grad_fn: the argument of :func:`make_train_step` for :func:`svrg`.

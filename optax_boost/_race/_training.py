@@ -75,7 +75,10 @@ class Problem:
     return initial
 
   def key(self, seed: int) -> jax.Array | None:
-    """Returns a key for a seed's training, not that of `init_fn`; None if the loss takes no key."""
+    """Returns a seed's key for the training; None if the loss takes no key.
+
+    `init_fn` gets another key.
+    """
     takes_key = {"rng", "key"} & set(inspect.signature(self.loss_fn).parameters)
     return jax.random.fold_in(jax.random.key(seed), 1) if takes_key else None
 

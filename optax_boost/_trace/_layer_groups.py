@@ -379,8 +379,8 @@ def group_numbers(tree: _types.Params, groups: Groups, method: str) -> list[Grou
 def _numbers_along_axis(leaf: _layer_axes.Leaf, in_plan: _SlicedLeaf, method: str) -> np.ndarray:
   """Returns the groups of a leaf's layers as an array that broadcasts against the leaf.
 
-  `in_plan` is what the plan says of the leaf. Raises ValueError, with the name `method`, if the
-  plan does not list exactly the layers of the leaf.
+  `in_plan` has the axis of the layers, and the group of each layer in the plan. Raises ValueError,
+  with the name `method`, if the plan does not list exactly the layers of the leaf.
   """
   axis, group_of_layer = in_plan
   length = leaf.shape[axis] if axis < len(leaf.shape) else 0

@@ -91,7 +91,7 @@ def _numbered_series(model: _traced_leaves.Model, num_kernels: int) -> list[Seri
   """Returns the series of modules whose names differ by a number, the outermost first.
 
   Each module of a series gets data from the module before it, and the loss uses all kernels of a
-  module before those of the next. Two or more modules have `num_kernels` kernels or more.
+  module before any kernel of the next. Two or more modules have `num_kernels` kernels or more.
   """
   kernels = set(model.kernels)
   members: dict[str, set[int]] = {}
@@ -150,8 +150,9 @@ def _matches(model: _traced_leaves.Model, pattern: str) -> dict[str, list[int]]:
 def _matched_length(names: Sequence[str], pattern_names: Sequence[str]) -> int | None:
   """Matches a pattern with the start of a path; returns the number of names matched, or None.
 
-  `names` are the segments of the path, and `pattern_names` those of the pattern. The path may be
-  longer than the pattern. A `**` matches as few names as possible. Returns None for no match.
+  `names` are the segments of the path, and `pattern_names` the segments of the pattern. The
+  path may be longer than the pattern. A `**` matches as few names as possible. Returns None for no
+  match.
   """
   if not pattern_names:
     return 0

@@ -17,8 +17,9 @@ class _Remembered(NamedTuple):
   """What a :class:`DepthReader` remembers about an optimizer state that a step returned.
 
   Attributes:
-    arrays: the arrays in the freezing wrapper's state, without those of its inner states. If a user
-      replaces one of these arrays, the reader reads the number of groups from the device again.
+    arrays: the arrays in the freezing wrapper's state, without the arrays of its inner states. If a
+      user replaces one of these arrays, the reader reads the number of groups from the device
+      again.
     depth: the number of groups that were frozen in the step that returned the state.
     steps: how many of the next steps certainly freeze the same number of groups.
   """

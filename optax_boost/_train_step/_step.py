@@ -184,7 +184,7 @@ class TrainStep:
   ) -> jax.stages.Lowered:
     """Lowers the step for inspection, like ``jax.jit(...).lower``.
 
-    The arguments are those of a step, and may be abstract. The program freezes as many layers as a
+    The arguments are as for a step, and may be abstract. The program freezes as many layers as a
     step with `state` does. For a compiled program that you can call like a step, use
     ``jax.jit(step).lower(state, batch)``. In that program, frozen layers save no time.
     """
@@ -331,7 +331,7 @@ def _bound_arrays(
   """Separates a ``functools.partial`` from the arrays that it binds by name; returns both.
 
   The step takes the arrays as arguments. In the partial, they would be constants of the compiled
-  step. A `function` that is no partial is returned with an empty dict.
+  step. A `function` that is not a partial is returned with an empty dict.
   """
   if not isinstance(function, functools.partial):
     return function, {}

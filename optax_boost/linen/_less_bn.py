@@ -23,7 +23,7 @@ class Unbound:
 class LessBN(nn.Module):
   """A module with fewer BatchNorms; made by :func:`less_bn`.
 
-  Its variables have the same paths as those of the original module. Call other methods than
+  Its variables have the same paths as the variables of the original module. Call other methods than
   ``__call__`` by name: ``apply(variables, x, method="features")``.
 
   Attributes:
@@ -104,7 +104,7 @@ def less_bn(
 ) -> LessBN:
   """Returns a module with fewer BatchNorms and the original's methods (``init``, ``apply``, ...).
 
-  The arguments are those of :func:`optax_boost.nnx.less_bn`; ``module.init`` and a call are traced
+  The arguments are as in :func:`optax_boost.nnx.less_bn`; ``module.init`` and a call are traced
   with the inputs. Kernels and biases keep their paths, so variables of the original module with
   these paths fit. Use the returned module for evaluation, too, with ``train=False`` or the module's
   own flag. ``init`` refuses a module with ``nn.jit`` inside, since ``nn.jit`` keeps earlier traces,

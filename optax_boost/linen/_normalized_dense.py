@@ -11,7 +11,7 @@ class NormalizedDense(nn.Dense):
 
   Attributes:
     multiplier_init, eps: see :class:`optax_boost.nnx.NormalizedDense`; all other attributes are
-      those of ``nn.Dense``.
+      as in ``nn.Dense``.
 
   Examples:
     >>> import jax, jax.numpy as jnp, optax_boost.linen

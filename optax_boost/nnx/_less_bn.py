@@ -25,7 +25,7 @@ class RemovedBatchNorm(nnx.Module):
   def __call__(
     self, x: jax.Array, use_running_average: bool | None = None, *, mask: jax.Array | None = None
   ) -> jax.Array:
-    """Returns `x`; the other arguments are those of a BatchNorm, and not used."""
+    """Returns `x`; takes the other arguments of a BatchNorm, and ignores them."""
     x = x if self.dtype is None else x.astype(self.dtype)
     return x if self.traced_path is None else _less_bn.mark_norm(x, self.traced_path)
 

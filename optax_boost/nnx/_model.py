@@ -29,7 +29,7 @@ Roots: TypeAlias = tuple[Any, ...]
 Collections: TypeAlias = dict[str, Any]
 
 # The first root, the model, is called "batch_stats", since `hold_frozen_statistics` removes this
-# name from paths. So the paths of statistics begin like those of params.
+# name from paths. So the paths of statistics begin like the paths of params.
 _ROOT_NAMES = ("batch_stats", "rngs")
 # The key in the collections under which `with_structure` stores a changed structure of the model.
 # The structure is a pytree without leaves, so `jax.jit` returns it as it was when the program was

@@ -132,7 +132,7 @@ def _pass(
 
   The sums are squared norms and inner products of the next level's nodes, scaled by 2^`scales`,
   over the entries of this chunk. If `factors` is None, the nodes are not combined, and the sums are
-  those of `nodes`. If `scales` is None, the sums are empty.
+  taken over `nodes`. If `scales` is None, the sums are empty.
   """
   dtype = _arrays.accumulator_dtype(chunk.layout.dtype)
   # `results` begins as the first node of each pair, which the loop no longer needs. In the same

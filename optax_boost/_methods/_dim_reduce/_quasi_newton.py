@@ -14,7 +14,7 @@ The new B maps y to s, so along s it is the exact inverse of the curvature that 
 
 A worked example with k = 2. In the subspace the loss is f(w) = w_1^2 / 2 + 2 w_2^2, whose Hessian
 is diag(1, 4). At w = (1, 1) the loss is 2.5 and the gradient (1, 4). B is the identity at first, so
-the direction is that of steepest descent:
+the direction is steepest descent:
 
   >>> loss = lambda w: 0.5 * w[0] ** 2 + 2.0 * w[1] ** 2
   >>> w, gradient = jnp.array([1.0, 1.0]), jnp.array([1.0, 4.0])
@@ -85,7 +85,7 @@ class Direction(NamedTuple):
   inverse_hessian: jax.Array  # B, updated, [G, k, k]
   direction: jax.Array  # d_k, [G, k]; zeros unless `usable`
   first: _types.FloatScalar  # the first length that a search tries
-  steepest: _types.BoolScalar  # whether the direction is that of steepest descent
+  steepest: _types.BoolScalar  # whether the direction is steepest descent
   scale: _types.FloatScalar  # B learns from distances in the subspace times `scale`
   usable: _types.BoolScalar  # whether the gradient and the direction are finite
 
@@ -95,7 +95,7 @@ def find_direction(
 ) -> Direction:
   """Updates B by the last accepted step; returns the direction -B g_k, and the new B.
 
-  `gradient` is g_k. If `adaptive`, and -B g_k is no direction of descent, returns the direction
+  `gradient` is g_k. If `adaptive`, and -B g_k is not a direction of descent, returns the direction
   -g_k and the identity for B. If `rescales`, B learns from steps that are multiplied by the
   curvature of the first of them. So B stays about as large as the identity, and the direction is
   about as long as the gradient.
@@ -222,7 +222,7 @@ def next_step(
   `search` is the finished search of this step, and `first` is the length that it tried first. If
   `search` accepted a length, this length is returned. But if the accepted length was `first`, a
   longer length may be returned. If `search` tried no length, `first` is returned. If `search` tried
-  some and accepted none, `restart` is returned. But if the direction was that of `steepest`
+  some and accepted none, `restart` is returned. But if the direction was `steepest`
   descent, the result is usually the next shorter length.
   """
   # An accepted length grows above 1 only if `search.short` is True.

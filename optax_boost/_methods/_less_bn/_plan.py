@@ -77,7 +77,7 @@ def make_plan(
   """Checks the arguments of ``less_bn``, traces the model, and returns the plan.
 
   ``trace(args, kwargs)`` traces the model for the inputs `args` and `kwargs`. The other arguments
-  are those of ``less_bn``.
+  are as in ``less_bn``.
   """
   _checks.check_bool("fn_flag", fn_flag)
   _checks.check_callable(
@@ -125,8 +125,8 @@ def _find_places(graphs: Sequence[_data_graph.DataGraph]) -> dict[str, NormPlace
 
   There is a graph for each input of the model. If an input passes a BatchNorm several times, the
   BatchNorm has the role "inner" only if it has this role in each pass. If the model has several
-  inputs, the role is that of the first input for which the BatchNorm is not "outside", and the
-  number of layers is that of the last input with this role.
+  inputs, the first input for which the BatchNorm is not "outside" decides the role, and the last
+  input with this role decides the number of layers.
   """
   places: dict[str, NormPlace] = {}
   for graph in graphs:

@@ -19,7 +19,7 @@ An entry is *live* until it has moved or has been a source. Each turn updates th
 - `above` and `below` are a doubly linked list of the live entries of each vector. Entries that
   leave the list keep their links, so the links of a cycle's entries point along the cycle.
 - `donor` has the exceptions: an entry in a cycle that wants to increase receives the weight of the
-  entry in `above`, an entry that wants to decrease that of the entry in `below`. If an entry
+  entry in `above`, an entry that wants to decrease the weight of the entry in `below`. If an entry
   receives another weight, `donor` names the entry that gives this weight.
 
 A worked example, a single lane with epsilon 2.5. A negative recommendation m means that the weight
@@ -293,7 +293,7 @@ class _Search:
   def run(self, ranges: jax.Array, brackets: jax.Array) -> jax.Array:
     """Runs the search; returns for each entry the entry whose weight it receives, (n, m).
 
-    `ranges` (m,) are the value ranges R of the vectors. `brackets` are those of
+    `ranges` (m,) are the value ranges R of the vectors. `brackets` are as in
     :class:`_host_search.Work`; their products with `ranges` are the epsilons.
     """
     live = jax.lax.population_count(self.start_up | self.start_down)

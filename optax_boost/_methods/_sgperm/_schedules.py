@@ -7,7 +7,7 @@ r"""The schedules of SGPerm, in double precision whatever the device computes in
   lamda        the size of a subset, as a share of its vector
 
 Python computes a table of alpha and lamda in float64, which the steps look up. So the size of a
-subset, ``floor(lamda n)``, is that of float64, and the bound on a change, ``alpha + 1 / k``, is
+subset, ``floor(lamda n)``, is computed in float64, and the bound on a change, ``alpha + 1 / k``, is
 rounded only once, from float64 to the device's precision. There is no table if an argument is an
 array of ``optax.inject_hyperparams``, whose value is not known before the steps run. Then the
 device computes alpha and lamda in its own precision.

@@ -432,8 +432,8 @@ def _orders_to_replay(
 ) -> list[list[jax.Array]]:
   """Returns ``[leaves]``, the leaves of `partitions` in the shapes of the params' leaves.
 
-  Returns [] if `partitions` is None. Raises ValueError if `partitions` do not fit the params, whose
-  tree structure is that of `updates`.
+  Returns [] if `partitions` is None. Raises ValueError if `partitions` do not fit the params, which
+  have the tree structure of `updates`.
   """
   if partitions is None:
     return []

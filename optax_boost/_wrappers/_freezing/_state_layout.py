@@ -4,7 +4,7 @@ In optax, a step count beside moments (trees of the params' structure) counts th
 moments: Adam corrects the bias of `mu` and `nu` by the ``count`` of ``optax.ScaleByAdamState``. A
 count that is alone in its state counts the steps of the run, as in ``optax.ScaleByScheduleState``.
 In states of other authors, a learning rate schedule may read a count beside moments. So the
-argument `counts` of :func:`freeze_layers` says what the count counts.
+argument `counts` of :func:`freeze_layers` says whether the count is per group or of the run.
 """
 
 from collections.abc import Callable, Iterator, Sequence

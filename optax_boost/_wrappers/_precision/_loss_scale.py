@@ -42,7 +42,7 @@ def _next_scale(
 ) -> tuple[_types.FloatScalar, _types.IntScalar, _types.IntScalar]:
   """Returns the scale, the growth count and the hysteresis count after a step.
 
-  `is_finite` is False if the step overflowed. The keyword arguments are those of
+  `is_finite` is False if the step overflowed. The keyword arguments are as in
   :func:`dynamic_loss_scale`.
   """
   if growth_interval is None:
