@@ -8,9 +8,6 @@ from tests.evidence import report, runs, sequence_trainings, times
 from tests.evidence.sequence_trainings import ALL_TASKS, O0
 
 SEEDS = (0, 1, 2)
-# Sequences in a batch of O0 that are tried; fewer in long trainings. Shorter sequences have more.
-BATCHES = {name: (1,) for name in ("wide 512", "sources 512", "1024")}
-BATCHES["512"] = (1, 2)
 # In short trainings of long sequences, rates of a batch whose losses are so close with one seed are
 # tried with three.
 CLOSE = 0.02
@@ -33,7 +30,7 @@ def tuned(name):
   task = ALL_TASKS[name]
   first = max(1, sequence_trainings.TOKENS_OF_A_BATCH // task.length)
   around = (first, 2 * first, 4 * first, first // 2, first // 4)
-  batches = BATCHES.get(name, tuple(filter(None, around)))
+  batches = task.batches or tuple(filter(None, around))
   table, _ = costs(name, tuple((batch, task.length) for batch in batches))
   steps = task.budget * sequence_trainings.TOKENS / (first * task.length)
   tried = {}

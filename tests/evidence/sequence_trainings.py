@@ -34,6 +34,7 @@ class Task(NamedTuple):
     budget: the time of O0, in that of `TOKENS` tokens.
     masked: whether to predict masked characters instead of the next ones.
     width: of the residual stream.
+    batches: of O0 that are tried, in sequences; None: around `TOKENS_OF_A_BATCH`.
   """
 
   title: str
@@ -43,6 +44,7 @@ class Task(NamedTuple):
   budget: int = 1
   masked: bool = False
   width: int = 64
+  batches: tuple[int, ...] | None = None
 
   @property
   def attention_share(self):
@@ -72,13 +74,17 @@ LONG_TASKS = {
   "learned 256 x 4": Task(
     "learned, 256, four times as long", SHAKESPEARE, rotary=False, length=256, budget=4
   ),
-  "512": Task("rotary, length 512", SHAKESPEARE, length=512),
-  "learned 512": Task("learned, length 512", SHAKESPEARE, rotary=False, length=512),
-  "sources 512": Task("Python's library, rotary, 512", "sources", length=512),
-  "wide 512": Task("rotary, 512, width 256", SHAKESPEARE, length=512, width=256),
-  "1024": Task("rotary, length 1,024", SHAKESPEARE, length=1024),
-  "learned 1024": Task("learned, length 1,024", SHAKESPEARE, rotary=False, length=1024),
-  "512 x 4": Task("rotary, 512, four times as long", SHAKESPEARE, length=512, budget=4),
+  "512": Task("rotary, length 512", SHAKESPEARE, length=512, batches=(1, 2)),
+  "learned 512": Task("learned, length 512", SHAKESPEARE, rotary=False, length=512, batches=(1,)),
+  "sources 512": Task("Python's library, rotary, 512", "sources", length=512, batches=(1,)),
+  "wide 512": Task("rotary, 512, width 256", SHAKESPEARE, length=512, width=256, batches=(1,)),
+  "1024": Task("rotary, length 1,024", SHAKESPEARE, length=1024, batches=(1,)),
+  "learned 1024": Task(
+    "learned, length 1,024", SHAKESPEARE, rotary=False, length=1024, batches=(1,)
+  ),
+  "512 x 4": Task(
+    "rotary, 512, four times as long", SHAKESPEARE, length=512, budget=4, batches=(1, 2)
+  ),
 }
 ALL_TASKS = TASKS | LONG_TASKS
 O0, O1, O2 = "O0", "O1", "O2"
