@@ -2,9 +2,10 @@
 
 import concurrent.futures
 import math
+import pathlib
+import re
 import subprocess
 import sys
-import time
 from typing import NamedTuple
 
 import jax
@@ -13,12 +14,13 @@ import numpy as np
 import pytest
 
 # A rate at which so few steps show.
+LICENSE = pathlib.Path(__file__).parents[2] / "LICENSE"
 SIZES = {"LAYERS": 2, "LENGTH": 16, "HELD_OUT": 2, "RATE": 0.012}
 
 
 @pytest.fixture(scope="module")
 def examples(import_example):
-  names = ("demo", "_demo_report", "_transformer", "_transformer_training", "_memory")
+  names = ("demo", "_demo_report", "_texts", "_transformer", "_transformer_training", "_memory")
   return {name: import_example(name) for name in names}
 
 
@@ -28,6 +30,9 @@ def demo(examples, monkeypatch):
     monkeypatch.setattr(examples["demo"], name, value)
   for name, value in {"WIDTH": 8, "HEADS": 2}.items():
     monkeypatch.setattr(examples["_transformer"], name, value)
+  # Not the sources of the Python that runs, which differ by patch release.
+  monkeypatch.setattr(examples["_texts"], "sources", lambda: [LICENSE.read_text()])
+  monkeypatch.setattr(examples["_texts"], "language_reference", LICENSE.read_text)
   return examples["demo"]
 
 
@@ -53,7 +58,8 @@ def test_it_prints_a_table_and_saves_a_picture(demo, tiny, tmp_path, capsys):
   assert float(half[4]) < 0.95
   (parts,) = (row for row in rows if row[:2] == ["8", "micro-batches"])
   assert float(parts[2]) < 0.5
-  assert "O1: 4, all but the first" in captured.out
+  # Which of the two depends on the machine's rounding.
+  assert len(re.findall("O1 (got|did not get) to O0's loss", captured.out)) == 1
   assert "chosen for 600 steps" in captured.out
   assert "memory of a large batch: 100%" in captured.err
   assert files(tmp_path) == ["demo.png"]
@@ -165,10 +171,15 @@ def test_the_report_says_so_if_a_level_gains_no_time(examples):
   assert "O1 never gets" in " ".join(titles(report.picture(found)))
 
 
-def busy(seconds):
-  end = time.process_time() + seconds
-  while time.process_time() < end:
-    pass
+class Clock:
+  """In the place of the module `time`: stands still but for what is spent."""
+
+  seconds = 0.0
+
+  def process_time(self):
+    return self.seconds
+
+  perf_counter = process_time
 
 
 class State(NamedTuple):
@@ -177,10 +188,10 @@ class State(NamedTuple):
 
 
 class FakeStep:
-  """A train step that needs a moment for each new shape of a batch."""
+  """A train step that takes 0.01 seconds, and 0.2 more for each new shape of a batch."""
 
-  def __init__(self):
-    self.compiled, self.ahead = set(), []
+  def __init__(self, clock):
+    self.clock, self.compiled, self.ahead = clock, set(), []
 
   def init(self, params):
     return State(params)
@@ -193,8 +204,9 @@ class FakeStep:
 
   def __call__(self, state, batch):
     if batch.shape not in self.compiled:
-      busy(0.2)
+      self.clock.seconds += 0.2
       self.compiled.add(batch.shape)
+    self.clock.seconds += 0.01
     return state, {}
 
   def lower(self, state, batch):
@@ -212,14 +224,15 @@ class FakeStep:
 
 
 def test_compiling_is_kept_apart_from_the_time_of_the_steps(examples, monkeypatch):
-  training = examples["_transformer_training"]
+  training, clock = examples["_transformer_training"], Clock()
+  monkeypatch.setattr(training, "time", clock)
   monkeypatch.setattr(training, "evaluate", lambda params, held_out: jnp.ones(()))
   feed = [jnp.zeros(1), jnp.zeros(2), jnp.zeros(1), jnp.zeros(2)]
-  step = FakeStep()
+  step = FakeStep(clock)
   _, run = training.train(step, jnp.zeros(1), feed, None, [2, 4], later=feed[1:2])
   assert run.programs == 2
-  assert run.seconds[-1] < 0.2
-  assert run.clock[0] >= 0.4
+  np.testing.assert_allclose(run.seconds, [0.02, 0.04])
+  np.testing.assert_allclose(run.clock, [0.42, 0.44])
   assert run.memory == 18
   assert len(run.losses) == 2
   assert step.ahead == [(2,)]

@@ -1,9 +1,6 @@
 """The fine-tuning example runs each of its ways, and draws what it found."""
 
-import _pydecimal
-import doctest
-import shutil
-import typing
+import pathlib
 
 import numpy as np
 import pytest
@@ -11,16 +8,19 @@ import pytest
 
 @pytest.fixture
 def example(import_example, monkeypatch, tmp_path):
-  """The example with a tiny transformer, on a part of the library, which takes seconds to parse."""
+  """The example with a tiny transformer, on texts that don't depend on the Python that runs."""
   example = import_example("finetune")
   sizes = {"LAYERS": 4, "WIDTH": 8, "HEADS": 2, "LENGTH": 8}
   for name, value in sizes.items():
     monkeypatch.setattr(example._transformer, name, value)
+  text = (pathlib.Path(__file__).parents[2] / "LICENSE").read_text()
   library = tmp_path / "library"
   library.mkdir()
-  for module in (_pydecimal, doctest, typing):
-    shutil.copy(module.__file__, library)
+  for number in range(3):
+    module = f'"""Module {number}."""\ndef f():\n  """{5 * text}"""\nclass C: pass\n'
+    (library / f"module{number}.py").write_text(module)
   monkeypatch.setattr(example._texts.sysconfig, "get_path", {"stdlib": str(library)}.get)
+  monkeypatch.setattr(example._texts, "language_reference", lambda: text)
   return example
 
 
