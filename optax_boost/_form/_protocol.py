@@ -23,7 +23,7 @@ The train step knows four requests and no method by name:
   weight_sum        the sum of the extra arguments `weight`, the sizes of micro-batches
 
 Declarations are attributes of the class, so a param named ``metrics`` is not taken for a
-declaration. The field `hidden` of a state lists the paths of the leaves that ``optax.masked`` hides
+declaration. The field `hidden` of a state lists pointers to the leaves that ``optax.masked`` hides
 from the method. For the request `frozen_groups`, the train step must also know the group of layers
 of each leaf. These groups are static, so the transformation's Form holds them, not the state
 (:class:`GroupAssignment`).
@@ -200,11 +200,11 @@ class GroupAssignment(NamedTuple):
 
 
 def hidden_leaves(params: optax.Params) -> dict[str, optax.MaskedNode]:
-  """Returns a state's field `hidden`: a dict whose keys are the paths of masked leaves in `params`.
+  """Returns a state's field `hidden`: a dict whose keys are JSON pointers to masked leaves.
 
   The values are ``optax.MaskedNode()``, so the field has no arrays.
   """
-  return dict.fromkeys(_masks.masked_paths(params), optax.MaskedNode())
+  return dict.fromkeys(_masks.masked_pointers(params), optax.MaskedNode())
 
 
 def seen_leaves(state: optax.OptState, tree: _types.Tree) -> list[bool]:
@@ -212,5 +212,5 @@ def seen_leaves(state: optax.OptState, tree: _types.Tree) -> list[bool]:
 
   A method sees all leaves but those that ``optax.masked`` hides from it (the field `hidden`).
   """
-  hidden = [f"{path}/" for path in getattr(state, "hidden", ())]
-  return [not f"{path}/".startswith(tuple(hidden)) for path in _paths.leaf_paths(tree)]
+  hidden = tuple(f"{pointer}/" for pointer in getattr(state, "hidden", ()))
+  return [not f"{pointer}/".startswith(hidden) for pointer in _paths.leaf_pointers(tree)]

@@ -13,10 +13,17 @@ def is_masked(value: _types.Tree) -> bool:
 
 def masked_paths(tree: _types.Tree) -> list[str]:
   """Returns the path of each ``optax.MaskedNode`` in a tree."""
-  nodes = zip(
-    _paths.leaf_paths(tree, is_masked), jax.tree.leaves(tree, is_leaf=is_masked), strict=True
-  )
-  return [path for path, node in nodes if is_masked(node)]
+  return _of_masked(_paths.leaf_paths(tree, is_masked), tree)
+
+
+def masked_pointers(tree: _types.Tree) -> list[str]:
+  """Returns the path of each ``optax.MaskedNode`` in a tree as a JSON pointer."""
+  return _of_masked(_paths.leaf_pointers(tree, is_masked), tree)
+
+
+def _of_masked(paths: list[str], tree: _types.Tree) -> list[str]:
+  nodes = jax.tree.leaves(tree, is_leaf=is_masked)
+  return [path for path, node in zip(paths, nodes, strict=True) if is_masked(node)]
 
 
 def mask_like(tree: _types.Tree, masked: _types.Tree) -> _types.Tree:
@@ -60,7 +67,7 @@ def leaves_like(tree: _types.Tree, like: _types.Tree) -> list[_types.Leaf] | Non
 
 def _leaves_by_path(tree: _types.Tree) -> dict[str, _types.Leaf] | None:
   """Returns a tree's leaves and ``MaskedNode`` nodes by path; None if two have the same path."""
-  paths = _paths.leaf_paths(tree, is_masked)
+  paths = _paths.leaf_pointers(tree, is_masked)
   leaves = jax.tree.leaves(tree, is_leaf=is_masked)
   return dict(zip(paths, leaves, strict=True)) if len(set(paths)) == len(paths) else None
 
@@ -71,7 +78,7 @@ def _covers(first: dict[str, _types.Leaf], second: dict[str, _types.Leaf]) -> bo
   A counterpart is a leaf with the same path, or an ``optax.MaskedNode`` at or above the path.
   """
   masks = [path for path, leaf in first.items() if is_masked(leaf)]
-  prefixes = tuple(f"{path}/" if path else "" for path in masks)
+  prefixes = tuple(f"{path}/" for path in masks)
   return all(
     is_masked(leaf) or path in first or path.startswith(prefixes) for path, leaf in second.items()
   )

@@ -1,5 +1,7 @@
 """The paths of leaves, which patterns match and messages show."""
 
+from typing import Any
+
 import jax
 
 from optax_boost._foundation import _types
@@ -21,6 +23,20 @@ def leaf_paths(tree: _types.Tree, is_leaf: _types.LeafTest | None = None) -> lis
   """
   keys = leaf_keys(tree, is_leaf)
   return [jax.tree_util.keystr(path, simple=True, separator="/") for path in keys]
+
+
+def leaf_pointers(tree: _types.Tree, is_leaf: _types.LeafTest | None = None) -> list[str]:
+  """Returns the path of each leaf as a JSON pointer (RFC 6901), with a slash before each key.
+
+  A slash inside of a key is written as ``~1``. So node A contains node B exactly if the pointer of
+  B begins with the pointer of A and a slash: ``"net/linear"`` in Haiku is not inside of ``"net"``.
+  """
+
+  def escape(key: Any) -> str:
+    name = jax.tree_util.keystr((key,), simple=True)
+    return "/" + name.replace("~", "~0").replace("/", "~1")
+
+  return ["".join(map(escape, path)) for path in leaf_keys(tree, is_leaf)]
 
 
 def leaf_keys(tree: _types.Tree, is_leaf: _types.LeafTest | None = None) -> list[_types.KeyPath]:

@@ -16,6 +16,7 @@ import optax
 import pytest
 
 import optax_boost
+from optax_boost._foundation import _masks
 from tests import compilations, problems
 from tests.contract import registry, test_contract
 
@@ -334,3 +335,35 @@ def test_wrappers_train_around_every_kind_of_optimizer(row, dtype):
     chex.assert_tree_all_finite(after.params)
     # LaPerm's projections, every 20 steps, raise the loss for a while.
     assert jnp.min(losses) < 0.75 * losses[0], (name, losses)
+
+
+# Names of Haiku: `net` and `net/linear` are two modules beside each other. The last pair has one
+# joined path, `net/linear/w`, for leaves of both modules.
+@pytest.mark.parametrize(
+  ("params", "seen"),
+  [
+    ({"net": {"w": jnp.zeros(2)}, "net/linear": {"w": jnp.zeros(2)}}, "net/linear"),
+    ({"net": {"w": jnp.zeros(2)}, "net/~/linear": {"w": jnp.zeros(2)}}, "net/~/linear"),
+    ({"net": {"linear": {"w": jnp.zeros(2)}}, "net/linear": {"w": jnp.zeros(2)}}, "net/linear"),
+    ({"net": {"linear": {"w": jnp.zeros(2)}}, "net/linear": {"w": jnp.zeros(2)}}, "net"),
+  ],
+)
+def test_a_module_that_is_hidden_hides_no_other_whose_name_begins_alike(params, seen):
+  scaled = optax_boost.dynamic_loss_scale(optax.sgd(1.0), 1024.0)
+  labels = {module: "scaled" if module == seen else "plain" for module in params}
+  tx = optax.partition({"plain": optax.sgd(1.0), "scaled": scaled}, labels)
+
+  def loss(params, x):
+    return sum(jnp.sum(leaf * x) for leaf in jax.tree.leaves(params))
+
+  step = optax_boost.make_train_step(loss, tx)
+  state, _ = step(step.init(params), jnp.ones(2))
+  for leaf in jax.tree.leaves(state.params):
+    np.testing.assert_array_equal(leaf, -np.ones(2))
+
+
+def test_leaves_beside_a_hidden_module_must_be_given():
+  hidden = {"net": optax.MaskedNode()}
+  full = {"net": {"w": 1.0}, "net/linear": {"w": 2.0}}
+  assert _masks.leaves_like(hidden, full) is None
+  assert _masks.leaves_like(hidden, {"net": full["net"]}) == [optax.MaskedNode()]

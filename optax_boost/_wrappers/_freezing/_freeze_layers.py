@@ -38,7 +38,7 @@ class FreezeLayersState(NamedTuple):
     frozen_groups: scalar int32, how many groups the next step freezes.
     frozen_for: scalar int32, a number of steps during which `frozen_groups` stays the same.
     key: raw key data of the schedule's generator.
-    hidden: a dict without arrays; its keys are the paths of the leaves that ``optax.masked`` hides.
+    hidden: a dict without arrays; its keys point to the leaves that ``optax.masked`` hides.
     group_counts: a vector for each leaf of `inner_state` that counts the steps of moments, in the
       order of ``jax.tree.leaves``. Entry i counts only the steps that trained group i.
     inner_state: the inner optimizer's state. Its step counts count all steps.

@@ -72,7 +72,7 @@ class DynamicLossScaleState(NamedTuple):
     hysteresis_count: scalar int32, the number of overflows since the scale last grew.
     notfinite_count: scalar int32, steps that were skipped since a gradient was not finite, or with
       ``check="updates"`` since a param or the inner state would not have been finite.
-    hidden: a dict without arrays, whose keys are the paths of the leaves that ``optax.masked``
+    hidden: a dict without arrays, whose keys point to the leaves that ``optax.masked``
       hides. The train step divides the gradients of these leaves by the scale.
     inner_state: the inner optimizer's state.
     made: scalar bool, whether the last call made a step.
