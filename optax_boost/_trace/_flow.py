@@ -116,6 +116,9 @@ class _FlowAnalysis(_jaxpr.Interpreter[_Value]):
   def operation(self, equation: _types.Equation, inputs: list[_Value]) -> Sequence[_Value]:
     if _primitives.rule_of(equation).is_identity:
       return inputs
+    if equation.primitive.name == "stop_gradient" and inputs[0].is_data:
+      # A detached pass of the model is data like a batch, so its leaves are not upstream.
+      return [_Value(is_data=True)]
     is_data = any(v.is_data for v in inputs)
     if equation.primitive.name == "random_wrap":
       is_data = is_data and self._definition >= DataKind.NOISE

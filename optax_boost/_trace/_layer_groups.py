@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_boost._foundation import _checks, _paths, _patterns, _trees, _types
+from optax_boost._foundation import _checks, _masks, _paths, _patterns, _trees, _types
 from optax_boost._trace import _blocks, _flow, _layer_axes, _losses, _traced_leaves
 
 
@@ -81,6 +81,7 @@ def layer_groups(
   num_groups: int | None = None,
   blocks: str | Sequence[str] | None = None,
   overrides: Mapping[str, int] | None = None,
+  axis_name: _types.AxisName | None = None,
 ) -> LayerGroups:
   """Groups the leaves in the order of the forward pass, which a trace of the loss shows.
 
@@ -126,6 +127,8 @@ def layer_groups(
       last blocks of all series are in one group. None: the blocks described above.
     overrides: a dict from regular expressions to groups. All layers of a leaf are in this group if
       the expression matches whole segments of the leaf's path, whatever the trace shows.
+    axis_name: the axis, or axes, of ``vmap``, ``pmap`` or ``shard_map`` that the loss reduces over
+      (``pmean``, a BatchNorm with `axis_name`).
 
   Returns:
     A :class:`LayerGroups`.
@@ -133,8 +136,8 @@ def layer_groups(
   Raises:
     ValueError: the loss doesn't tell the blocks, and `blocks` is None; a pattern of `blocks`
       selects nothing, or two patterns select one leaf; there are fewer blocks than groups; the loss
-      uses no leaf; an override's group does not exist, or two overrides put a leaf into different
-      groups.
+      uses no leaf, or a named axis that is not in `axis_name`; an override's group does not exist,
+      or two overrides put a leaf into different groups.
 
   Examples:
     >>> import jax.numpy as jnp, optax_boost
@@ -168,7 +171,7 @@ def layer_groups(
     _checks.check_whole_number("num_groups", num_groups, static=True)
     num_groups = int(num_groups)
   patterns = None if blocks is None else _blocks.check_patterns(blocks)
-  program = _losses.trace(loss_fn, params, args)
+  program = _losses.trace(loss_fn, params, args, axis_name)
   data = _losses.data_flags(loss_fn, args)
   described = _layer_axes.describe(program, params, data)
   model = _model_of(program, data, described, params)
@@ -339,7 +342,8 @@ class _SlicedLeaf(NamedTuple):
 def group_numbers(tree: _types.Params, groups: Groups, method: str) -> list[GroupNumber]:
   """Returns the :data:`GroupNumber` of each leaf of a tree; error messages name `method`.
 
-  Raises ValueError if `groups` is a plan in which a leaf is missing or is listed twice.
+  Raises ValueError if `groups` is a plan in which a leaf is missing or is listed twice, or which
+  has a leaf that the tree lacks.
   """
   leaves = _layer_axes.leaves_of(tree)
   if not isinstance(groups, LayerGroups):
@@ -368,6 +372,14 @@ def group_numbers(tree: _types.Params, groups: Groups, method: str) -> list[Grou
           f" once; got '{entry}' in group {number} and others of this leaf before it. Make the"
           " groups with `layer_groups`."
         )
+  # A `MaskedNode`, or None in its place, hides leaves of the plan.
+  nodes = _paths.leaf_paths(tree, lambda node: node is None or _masks.is_masked(node))
+  present = tuple(f"{path}/" if path else "" for path in nodes)
+  if surplus := [p for p in (*whole, *sliced) if not f"{p}/".startswith(present)]:
+    raise ValueError(
+      f"`{method}` was given groups for other params: they have the leaf '{surplus[0]}', which"
+      " these params lack. Make them with `layer_groups` from these params."
+    )
   return [
     whole[leaf.path]
     if leaf.path in whole

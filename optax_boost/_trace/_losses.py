@@ -3,18 +3,42 @@
 import jax
 import optax
 
-from optax_boost._foundation import _batches, _checks, _tree_checks, _types
+from optax_boost._foundation import _batches, _checks, _mesh_axes, _tree_checks, _types
 from optax_boost._trace import _jaxpr
 
 
 def trace(
-  loss_fn: _types.LossFn, params: optax.Params, args: tuple[_types.Tree, ...]
+  loss_fn: _types.LossFn,
+  params: optax.Params,
+  args: tuple[_types.Tree, ...],
+  axis_name: _types.AxisName | None = None,
 ) -> _types.Jaxpr:
-  """Traces ``loss_fn(params, *args)``; raises TypeError for arguments that JAX can't trace."""
+  """Traces ``loss_fn(params, *args)`` as on one device along the named axes `axis_name`.
+
+  Raises TypeError for arguments that JAX can't trace, and ValueError if the loss uses another axis.
+  """
   _checks.check_callable("loss_fn", loss_fn, "loss_fn(params, *args)")
+  _mesh_axes.check_axis_name("axis_name", axis_name)
   for name, tree in (("params", params), ("args", args)):
     _tree_checks.check_traceable(name, tree)
-  return jax.make_jaxpr(_jaxpr.uncached(loss_fn))(params, *args)
+  function = _jaxpr.uncached(loss_fn)
+  for axis in axis_name if isinstance(axis_name, tuple) else filter(None, [axis_name]):
+    function = _with_axis(function, axis)
+  try:
+    return jax.make_jaxpr(function)(params, *args)
+  except NameError as error:
+    if "axis name" not in str(error):
+      raise
+    raise ValueError(
+      f"`loss_fn` must be traced with its named axis: {str(error).partition('.')[0]}. Pass the name"
+      ' to `layer_groups`, as axis_name="batch", or a tuple of names.'
+    ) from error
+
+
+def _with_axis(function: _types.LossFn, axis: str) -> _types.LossFn:
+  """Returns the function under ``vmap`` of one example, which binds the name of an axis."""
+  mapped = jax.vmap(lambda args: function(*args), in_axes=None, axis_name=axis, axis_size=1)
+  return lambda *args: jax.tree.map(lambda leaf: leaf[0], mapped(args))
 
 
 def data_flags(loss_fn: _types.LossFn, args: tuple[_types.Tree, ...]) -> list[bool | None]:

@@ -97,3 +97,23 @@ def test_a_sum_over_experts_is_not_a_recurrence():
 )
 def test_constants_and_noise_are_data_if_there_are_no_others(loss, args, data):
   assert named(flow_of(loss, *args, data=data).upstream) == ["c", "ac", ""]
+
+
+def refined(params, x):
+  """Samples by what a first pass of the same model returns, as mip-NeRF; no gradient flows back."""
+  x = jnp.concatenate([x, jax.lax.stop_gradient(chain(params, x))[None, None] * x])
+  return chain(params, x)
+
+
+def conditioned_on_itself(params, x):
+  first = jax.lax.stop_gradient(jnp.tanh(x @ params["a"]) @ params["b"])
+  return jnp.mean(jnp.tanh((x + first) @ params["a"]) @ params["b"] @ params["c"])
+
+
+@pytest.mark.parametrize(
+  ("loss", "ever"), [(refined, ["c", "ac", ""]), (conditioned_on_itself, ["", "a", "ab"])]
+)
+def test_a_detached_pass_is_data_and_makes_no_recurrence(loss, ever):
+  flow = flow_of(loss, X)
+  assert named(flow.ever_upstream) == named(flow.upstream) == ever
+  assert flow.recurrent == ()

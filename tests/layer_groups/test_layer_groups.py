@@ -1,12 +1,13 @@
 """Groups of layers in the order of the forward pass, from a trace of the loss."""
 
-from flax import nnx
+from flax import linen as nn, nnx
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
 
 import optax_boost
+import optax_boost.linen as ob_linen
 import optax_boost.nnx as ob_nnx
 from tests.layer_groups.models import (
   BATCH,
@@ -247,3 +248,59 @@ def test_bias_and_normalization_stay_with_their_convolution(num_groups):
     (home,) = [g for g in plan.groups if f"Conv_{i}/kernel" in g]
     assert {f"Conv_{i}/bias", f"BatchNorm_{i}/scale", f"BatchNorm_{i}/bias"} <= set(home)
   assert "Dense_0/kernel" in plan.groups[-1]
+
+
+@pytest.mark.parametrize("names", ["batch", ("batch", "model")])
+def test_a_loss_that_reduces_over_named_axes_is_traced_with_their_names(names):
+  def loss(params, x):
+    x = layer(params["b"], x)
+    x -= jax.lax.pmean(jnp.mean(x, 0), names)
+    x = layer(params["a"], jax.lax.all_gather(x, "batch", tiled=True))
+    return jax.lax.pmean(jnp.mean(x), "batch") + jnp.sum(params["a"]["kernel"] ** 2)
+
+  params = chain_params(2)
+  with pytest.raises(ValueError, match=r"with its named axis: .*batch.* axis_name=\"batch\""):
+    optax_boost.layer_groups(loss, params, BATCH)
+  plan = optax_boost.layer_groups(loss, params, BATCH, axis_name=names)
+  assert plan == optax_boost.layer_groups(chain_loss, params, BATCH)
+  with pytest.raises(TypeError, match="`axis_name` must be the name of a mesh axis"):
+    optax_boost.layer_groups(loss, params, BATCH, axis_name=0)
+
+
+def test_a_batch_norm_with_an_axis_name_is_traced_with_it():
+  class Net(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+      x = nn.BatchNorm(use_running_average=False, axis_name="batch")(nn.Dense(4)(x))
+      return nn.Dense(1)(nn.relu(x))
+
+  variables = Net().init(jax.random.key(0), BATCH)
+  split = ob_linen.split_loss(lambda model, x: jnp.mean(model(x)), Net(), variables)
+  plan = optax_boost.layer_groups(*split, BATCH, axis_name="batch")
+  assert [{path.split("/")[0] for path in group} for group in plan.groups] == [
+    {"Dense_0", "BatchNorm_0"},
+    {"Dense_1"},
+  ]
+
+
+def test_groups_of_a_deeper_model_are_refused_on_a_shallower_one():
+  plan = optax_boost.layer_groups(chain_loss, chain_params(4), BATCH)
+  shallow = chain_params(3)
+  words = r"groups for other params: they have the leaf 'd/kernel', which these params lack"
+  with pytest.raises(ValueError, match=f"`layerwise_decay` was given {words}"):
+    optax_boost.layerwise_decay(optax.sgd(0.1), plan, 0.5).init(shallow)
+  frozen = optax_boost.freeze_layers(optax.sgd(0.1), plan, optax_boost.fixed_freezing(4, 1))
+  with pytest.raises(ValueError, match=f"`freeze_layers` was given {words}"):
+    frozen.init(shallow)
+
+
+@pytest.mark.parametrize("instead", [None, optax.MaskedNode()])
+@pytest.mark.parametrize("whole", [True, False])
+def test_leaves_of_a_plan_may_be_hidden(instead, whole):
+  params = chain_params(3)
+  plan = optax_boost.layer_groups(chain_loss, params, BATCH)
+  hidden = params | {"c": instead if whole else jax.tree.map(lambda _: instead, params["c"])}
+  decay = optax_boost.layerwise_decay(optax.identity(), plan, 0.5)
+  ones = jax.tree.map(jnp.ones_like, hidden)
+  updates, _ = decay.update(ones, decay.init(hidden))
+  assert [updates[name]["bias"][0] for name in "ba"] == [0.5, 1.0]
