@@ -30,6 +30,8 @@ demo-finetune: $(READY)
 # tests/evidence are slow, and so are its imports.
 OPTIMIZED := XLA_FLAGS=--xla_backend_optimization_level=3
 WITH_OPTIMIZED = $(shell grep -rl --include='test_*.py' pytest.mark.optimized tests)
+# Virtual devices of the CPU. Tests that need more are skipped, as on a machine with one GPU.
+export DEVICES ?= 8
 test:
 	@$(MAKE) --no-print-directory --jobs=$(WORKERS) test-optimized type lint
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder \

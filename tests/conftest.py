@@ -8,7 +8,8 @@ marked `optimized`; ``make test`` runs them first, at level 3, in a pytest of it
 level 0 unless XLA_FLAGS names a level: add ``-m "not optimized"``, or set
 ``XLA_FLAGS=--xla_backend_optimization_level=3``.
 
-All tests run on eight virtual CPU devices.
+On CPUs the tests run on eight virtual devices, or on as many as DEVICES says. Tests that need more
+than there are, as on a machine with one GPU, are skipped (tests/meshes.py).
 """
 
 import atexit
@@ -38,8 +39,9 @@ def _xla_knows(flag: str) -> bool:
   return False
 
 
-# Sharding is tested on eight virtual devices.
-_flags = [os.environ.get("XLA_FLAGS", ""), "--xla_force_host_platform_device_count=8"]
+# Sharding is tested on eight virtual devices, unless DEVICES is another number.
+_DEVICES = int(os.environ.get("DEVICES", "8"))
+_flags = [os.environ.get("XLA_FLAGS", ""), f"--xla_force_host_platform_device_count={_DEVICES}"]
 # The suite spends most of its time on compiling small programs. These flags halve that time: no
 # optimization by LLVM, XLA's older CPU emitters, one thread for each program, constants that are
 # computed by the program. They are left out if XLA_FLAGS names a level of optimization.

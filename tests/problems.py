@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tests import meshes
+
 
 def params(
   dtype: Any = jnp.float32,
@@ -65,7 +67,7 @@ def spec(tree: Any) -> Any:
 
 def mesh(kind: str) -> jax.sharding.Mesh:
   """Eight devices along one axis of a kind."""
-  return jax.make_mesh((8,), ("x",), axis_types=(getattr(jax.sharding.AxisType, kind),))
+  return meshes.mesh((8,), ("x",), kind)
 
 
 def last_axis_over(devices: jax.sharding.Mesh, x: Any) -> jax.NamedSharding:

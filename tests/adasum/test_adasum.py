@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import optax_boost
-from tests import closeness
+from tests import closeness, meshes
 
 # The traces are met within 0.9 ulps of the summed magnitudes of their terms.
 ULPS = 4
@@ -58,7 +58,7 @@ def norm(*xs):
 
 
 def mesh_of(*sizes, names=("replicas", "near")):
-  devices = np.array(jax.devices()[: np.prod(sizes)]).reshape(sizes)
+  devices = np.array(meshes.devices(math.prod(sizes))).reshape(sizes)
   return jax.sharding.Mesh(devices, names[: len(sizes)])
 
 
@@ -533,7 +533,7 @@ def test_gradients_that_vmap_does_not_map_are_averaged_as_identical_ones():
 
 
 def test_it_runs_on_a_mesh_with_explicit_axes_eager_and_jitted():
-  mesh = jax.make_mesh((2,), ("replicas",), axis_types=(jax.sharding.AxisType.Explicit,))
+  mesh = meshes.mesh((2,), ("replicas",), "Explicit")
   stacked = {"w": gradients(2)["dense"]}
   expected = tree_of_pairs(stacked["w"])
   tx = optax_boost.adasum("replicas")

@@ -20,6 +20,7 @@ from optax_boost import auto_boost
 from optax_boost._levels import _mindspore_methods
 import optax_boost.linen as ob_linen
 import optax_boost.nnx as ob_nnx
+from tests import meshes
 from tests.auto_boost.table import rows_of
 from tests.less_bn.residual_models import LinenNet, NnxNet, X, filled_nnx_net
 
@@ -384,7 +385,7 @@ def small_loss(params, x):
 
 def on_servers(tx, cast=True):
   """Two steps on two servers of two devices: the params, and each server's state."""
-  mesh = jax.make_mesh((2, 2), ("far", "near"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+  mesh = meshes.mesh((2, 2), ("far", "near"))
 
   def steps(params, x):
     state = tx.init(params)

@@ -13,7 +13,7 @@ import optax
 import pytest
 
 import optax_boost
-from tests import closeness
+from tests import closeness, meshes
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
 # With every operation rounded up or down at random: 2.3 ulps at most.
@@ -246,7 +246,7 @@ def test_means_of_half_precision_gradients_are_taken_in_float32(dtype):
 
 
 def test_inside_shard_map_the_mean_runs_over_all_shards_of_the_fan_in():
-  mesh = jax.make_mesh((8,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
+  mesh = meshes.mesh((8,), ("rows",))
   grads = {"kernel": gradient(16, 4)}
   tx = optax_boost.centralize(axis_name="rows")
   spec = jax.sharding.PartitionSpec("rows")
@@ -258,7 +258,7 @@ def test_inside_shard_map_the_mean_runs_over_all_shards_of_the_fan_in():
 
 
 def test_mesh_axes_by_pattern_keep_the_means_of_sharded_outputs_separate():
-  mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+  mesh = meshes.mesh((2,), ("x",))
   grads = {"up": {"kernel": gradient(3, 4)}, "down": {"kernel": gradient(4, 3)}}
   columns, rows = jax.sharding.PartitionSpec(None, "x"), jax.sharding.PartitionSpec("x")
   specs = {"up": {"kernel": columns}, "down": {"kernel": rows}}

@@ -17,7 +17,7 @@ import pytest
 
 import optax_boost
 from optax_boost._foundation import _masks
-from tests import compilations, problems
+from tests import compilations, meshes, problems
 from tests.contract import registry, test_contract
 
 # One row for each factory: its options make no difference to such params.
@@ -248,7 +248,7 @@ def test_a_state_in_host_memory_remains_in_host_memory(spec):
     pytest.skip("older JAX has one memory on a CPU")
   params = {"kernel": jnp.ones((4, 2))}
   if spec is not None:
-    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    mesh = meshes.mesh((2,), ("x",))
     params = jax.device_put(params, jax.NamedSharding(mesh, jax.P(*spec)))
   finals = []
   for tx in (optax.adam(0.1), in_host_memory(optax.adam(0.1))):
@@ -283,7 +283,7 @@ def test_inside_shard_map_each_device_may_have_its_own_state(row):
   if row.factory == "adasum" and jax.__version_info__ >= (0, 11):
     pytest.skip("newer JAX nests no shard_map over one axis, which this row's feed would do")
   tx = row.feed(getattr(optax_boost, row.factory)(**around(row, INNER["adam"]())))
-  mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+  mesh = meshes.mesh((2,), ("x",))
 
   def step(params: Any, state: Any) -> Any:
     params, state = jax.tree.map(lambda x: x[0], (params, state))

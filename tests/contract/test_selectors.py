@@ -11,6 +11,7 @@ import pytest
 
 import optax_boost
 from optax_boost._foundation import _paths, _selectors, _trees
+from tests import meshes
 
 # Those of twelve blocks that a pattern might confuse, and one after the chosen one.
 BLOCKS = ("0", "1", "2", "10", "11")
@@ -133,7 +134,7 @@ def grouped_in_a_subspace(pattern):
 
 def sharded_by_name(make):
   def selected(pattern):
-    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    mesh = meshes.mesh((2,), ("x",))
     spec = jax.sharding.PartitionSpec()
 
     def updates(axis_name):

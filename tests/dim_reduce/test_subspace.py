@@ -12,7 +12,7 @@ import pytest
 
 import optax_boost
 from optax_boost._methods._dim_reduce import _groups, _pca
-from tests import closeness
+from tests import closeness, meshes
 from tests.dim_reduce.test_dim_reduce import exchanged
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "pca.npz"
@@ -257,7 +257,7 @@ def place(tree, mesh):
 
 
 def mesh_of(kind):
-  return jax.make_mesh((8,), ("x",), axis_types=(getattr(jax.sharding.AxisType, kind),))
+  return meshes.mesh((8,), ("x",), kind)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import optax
 import pytest
 
 import optax_boost
+from tests import meshes
 
 
 def record(tx, points):
@@ -87,7 +88,7 @@ def test_snapshots_needs_a_state_with_one_trajectory(count):
 
 
 def test_all_devices_take_a_snapshot_or_none_does():
-  mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+  mesh = meshes.mesh((8,), ("x",))
   tx = optax_boost.record_trajectory(1, 4, axis_name="x")
   points = [jnp.arange(16.0) + i for i in range(4)]
   points[1] = points[1].at[3].set(jnp.nan)

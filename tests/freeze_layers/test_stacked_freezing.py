@@ -16,6 +16,7 @@ from optax_boost import LayerSlice
 from optax_boost._trace import _jaxpr
 import optax_boost.linen as ob_linen
 import optax_boost.nnx as ob_nnx
+from tests import meshes
 from tests.freeze_layers import test_freezing
 from tests.layer_groups.models import with_custom_vjp
 
@@ -249,7 +250,7 @@ LOSSES = {
 
 
 def under_shard_map(params, x):
-  mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+  mesh = meshes.mesh((8,), ("x",))
   specs = (jax.sharding.PartitionSpec(), jax.sharding.PartitionSpec("x"))
   mean = lambda p, x: jax.lax.pmean(loss_fn(p, x), "x")  # noqa: E731
   return jax.shard_map(mean, mesh=mesh, in_specs=specs, out_specs=specs[0])(params, x)
@@ -293,7 +294,7 @@ def dots_of_a_plain_step():
 
 
 def constrained(*spec):
-  mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+  mesh = meshes.mesh((8,), ("x",))
   sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
   return lambda w: jax.tree.map(lambda a: jax.lax.with_sharding_constraint(a, sharding), w)
 
@@ -325,7 +326,7 @@ def test_a_scan_is_cut_if_its_layers_are_moved_or_reshaped_before_it(name):
 
 @pytest.mark.parametrize("spec", [(None, "x"), ("x",)], ids=["columns", "layers"])
 def test_a_scan_over_resharded_layers_is_cut_on_an_explicit_mesh(spec):
-  mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
+  mesh = meshes.mesh((8,), ("x",), "Explicit")
   replicated, sharded = jax.sharding.PartitionSpec(), jax.sharding.PartitionSpec(*spec)
 
   def loss(params, x):
@@ -503,7 +504,7 @@ def test_the_backward_pass_of_a_scaled_loss_is_cut():
 
 
 def test_a_step_over_sharded_layers_gathers_nothing():
-  mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+  mesh = meshes.mesh((8,), ("x",))
   params = make_params()
 
   def place(w):

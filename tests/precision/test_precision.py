@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import optax_boost
-from tests import compilations
+from tests import compilations, meshes
 from tests.lars import test_lars
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
@@ -113,7 +113,7 @@ def test_accumulation_inside_the_loss_scale_drops_overflowing_micro_batches():
 @pytest.mark.parametrize("wrapper", ["master_weights", "stochastic_rounding"])
 def test_all_devices_skip_a_step_that_is_bad_on_one(wrapper, in_place):
   """The inner optimizer has collectives, so either all devices call it or none does."""
-  mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+  mesh = meshes.mesh((8,), ("x",))
 
   def by_largest(updates, _):
     return jax.tree.map(lambda u: -u / jax.lax.pmax(jnp.nanmax(jnp.abs(u)), "x"), updates)

@@ -11,6 +11,7 @@ import pytest
 
 import optax_boost
 from optax_boost._wrappers._precision import _rounding
+from tests import meshes
 
 DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 both_dtypes = pytest.mark.parametrize("dtype", DTYPES)
@@ -178,7 +179,7 @@ def test_a_run_resumes_exactly_with_the_key_in_its_state():
 
 
 def test_sharded_params_are_rounded_as_on_one_device_and_not_gathered():
-  mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+  mesh = meshes.mesh((8,), ("x",))
   sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "x"))
   params = jnp.ones((16, 64), jnp.bfloat16)
   tx = optax_boost.stochastic_rounding(optax.sgd(1.0), key=0)

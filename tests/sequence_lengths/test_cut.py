@@ -5,11 +5,12 @@ import re
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 import numpy as np
 import pytest
 
 from optax_boost import cut_sequences
+from tests import meshes
 
 B, FULL = 3, 12
 RNG = np.random.default_rng(0)
@@ -106,10 +107,10 @@ def test_batches_as_long_as_the_sequences_are_not_ambiguous():
   assert cut_sequences(square, 4, 12).shape == (36, 4)
 
 
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 @pytest.mark.parametrize("jitted", [False, True])
-def test_a_batch_sharded_over_its_sequences_stays_so_without_communication(axis_type, jitted):
-  mesh = jax.make_mesh((8,), ("data",), axis_types=(axis_type,))
+def test_a_batch_sharded_over_its_sequences_stays_so_without_communication(kind, jitted):
+  mesh = meshes.mesh((8,), ("data",), kind)
   batch = {"tokens": np.arange(16 * 13).reshape(16, 13), "mask": np.ones((16, 12, 3))}
   sharded = jax.device_put(batch, NamedSharding(mesh, P("data")))
 

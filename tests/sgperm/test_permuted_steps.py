@@ -11,6 +11,7 @@ import pytest
 
 import optax_boost
 from optax_boost import linen, nnx as ob_nnx
+from tests import meshes
 
 METHODS = {
   "exact": lambda: optax_boost.sgperm(lamda=1.0, lamda_max=1.0, momentum=0.5),
@@ -203,7 +204,7 @@ def test_updates_that_do_not_permute_are_added(rate):
 @pytest.mark.parametrize("spec", [(None, "x"), ("x",)], ids=["outputs", "fan-in"])
 @each_method
 def test_a_sharded_step_ends_in_a_permutation_and_gathers_no_param(method, spec):
-  mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+  mesh = meshes.mesh((8,), ("x",))
   sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
   start = {"first": np.random.default_rng(0).normal(size=(24, 8)).astype(np.float32)}
   sharded, grads = jax.device_put((start, jax.tree.map(np.sin, start)), sharding)

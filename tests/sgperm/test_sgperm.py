@@ -17,7 +17,7 @@ import pytest
 import optax_boost
 from optax_boost._methods._sgperm import _device_search, _execution, _host_search
 from optax_boost._trace import _jaxpr
-from tests import layer_losses
+from tests import layer_losses, meshes
 from tests.sgperm import oracle as oracle
 
 every_trace = pytest.mark.parametrize("name", oracle.NAMES)
@@ -353,7 +353,8 @@ def test_blocks_of_vectors_permute_a_large_leaf_like_one_call(method, monkeypatc
   assert not in_blocks
   monkeypatch.setattr(jax, "device_count", lambda *_: 1)
   # Four vectors at a time; the last block is short of one.
-  monkeypatch.setattr(_execution, "_WEIGHTS", 4 * 23)
+  for weights_of_a_block in ("_WEIGHTS", "_MANY_WEIGHTS"):  # of a CPU, of other devices
+    monkeypatch.setattr(_execution, weights_of_a_block, 4 * 23)
   found, in_blocks = permutation("device")
   assert in_blocks
   np.testing.assert_array_equal(found, at_once)
@@ -449,7 +450,7 @@ def test_a_program_for_several_equal_leaves_has_the_loops_and_sorts_of_one(make)
 @pytest.mark.parametrize("axis", ["fan-in", "outputs"])
 @for_layers
 def test_sharded_leaves_are_exchanged_twice_along_fan_in_and_never_along_outputs(make, axis):
-  mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+  mesh = meshes.mesh((8,), ("x",))
   spec = jax.sharding.PartitionSpec(*(("x",) if axis == "fan-in" else (None, "x")))
   sharding = jax.sharding.NamedSharding(mesh, spec)
   tree, grads = layers(stacked=False)
@@ -478,7 +479,7 @@ def test_sharded_leaves_are_exchanged_twice_along_fan_in_and_never_along_outputs
   ids=["sgperm jitted", "laperm eager"],
 )
 def test_params_on_an_explicit_mesh_need_no_set_mesh(tx, jit):
-  mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
+  mesh = meshes.mesh((2,), ("x",), "Explicit")
   sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
   plain, gradient = problem()
   params, grads = jax.device_put((plain, gradient(0)), sharding)
@@ -501,9 +502,11 @@ def test_params_on_an_explicit_mesh_need_no_set_mesh(tx, jit):
 
 def test_the_host_kernel_runs_on_eight_devices_under_load_with_donated_buffers():
   program = pathlib.Path(__file__).with_name("under_load.py")
+  flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
+  settings = {"PYTHONPATH": str(program.parents[2]), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
   result = subprocess.run(
     [sys.executable, str(program)],
-    env=os.environ | {"PYTHONPATH": str(program.parents[2])},
+    env=os.environ | settings,
     capture_output=True,
     text=True,
     check=False,

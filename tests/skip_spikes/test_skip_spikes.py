@@ -7,6 +7,7 @@ import optax
 import pytest
 
 import optax_boost
+from tests import meshes
 
 FACTOR, DECAY, START = 3.0, 0.5, 2
 
@@ -108,7 +109,7 @@ def test_around_a_partial_loss_scale_the_norm_covers_all_leaves():
 
 
 def test_inside_shard_map_all_devices_skip_the_same_steps():
-  mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+  mesh = meshes.mesh((2,), ("x",))
   tx = optax_boost.skip_spikes(optax.sgd(1.0), FACTOR, DECAY, start=1, axis_name="x")
   params = jnp.zeros(2)
 

@@ -17,7 +17,7 @@ import pytest
 import optax_boost
 import optax_boost.linen
 import optax_boost.nnx
-from tests import closeness, compilations
+from tests import closeness, compilations, meshes
 from tests.train_step import test_nnx, test_train_step
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
@@ -304,7 +304,7 @@ def test_the_coefficient_follows_its_schedule():
 
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_every_step_of_many_sharded_params_is_measured_and_every_bad_one_counted(kind):
-  mesh = jax.make_mesh((8,), ("d",), axis_types=(getattr(jax.sharding.AxisType, kind),))
+  mesh = meshes.mesh((8,), ("d",), kind)
   rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("d"))
   tx = optax_boost.svrg(None)
   with jax.set_mesh(mesh):
@@ -420,7 +420,7 @@ def test_a_line_search_after_svrg_accepts_the_full_gradient():
 
 
 def test_over_eight_devices_state_and_full_pass_stay_sharded_and_equal_one_device():
-  mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+  mesh = meshes.mesh((8,), ("d",))
 
   def place(x, *axes):
     return jax.device_put(x, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes)))

@@ -13,7 +13,7 @@ import pytest
 import optax_boost
 import optax_boost.nnx as ob_nnx
 from optax_boost.nnx import _model
-from tests import compilations
+from tests import compilations, meshes
 from tests.train_step.test_train_step import BATCH, CLOSURE_USERS
 
 
@@ -515,8 +515,7 @@ def test_refresh_refuses_none_instead_of_batches():
 )
 def test_models_with_named_axes_train_on_a_mesh(tx, number, kind):
   """The state's arrays of other shapes lie as the params do, not as the names of their axes say."""
-  kinds = (getattr(jax.sharding.AxisType, kind),) * 2
-  mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=kinds)
+  mesh = meshes.mesh((2, 4), ("data", "model"), kind)
   init = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("data", "model"))
   with jax.set_mesh(mesh):
     model = nnx.Linear(8, 16, kernel_init=init, use_bias=False, rngs=nnx.Rngs(0))
@@ -536,7 +535,7 @@ def test_models_with_named_axes_train_on_a_mesh(tx, number, kind):
 def test_layers_cut_in_both_ways_keep_their_sharding_in_one_program(tx):
   """Left to itself, XLA lets each device keep the part of the bias that it computes."""
   spec = jax.sharding.PartitionSpec
-  mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+  mesh = meshes.mesh((4, 2), ("data", "model"))
 
   def put(x, *axes):
     return jax.device_put(x, jax.sharding.NamedSharding(mesh, spec(*axes)))

@@ -11,7 +11,7 @@ import pytest
 import optax_boost
 import optax_boost.linen
 import optax_boost.nnx
-from tests import compilations
+from tests import compilations, meshes
 
 X = jnp.ones((3, 4))
 
@@ -176,8 +176,7 @@ def test_an_abstract_state_with_statistics_keeps_them():
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 @pytest.mark.parametrize("name", ["momentum", "adam", "adamw in a chain", "accumulate"])
 def test_an_abstract_state_has_the_shardings_of_the_concrete_one(name, kind):
-  kinds = (getattr(jax.sharding.AxisType, kind),) * 2
-  mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=kinds)
+  mesh = meshes.mesh((2, 4), ("data", "model"), kind)
   specs = {"kernel": jax.P("model", "data"), "bias": jax.P("data")}
   params = {
     key: jax.device_put(x, jax.sharding.NamedSharding(mesh, specs[key]))

@@ -14,7 +14,7 @@ import pytest
 
 import optax_boost
 from optax_boost import LayerSlice
-from tests import compilations
+from tests import compilations, meshes
 
 KEY = jax.random.key(0)
 BATCH = {
@@ -451,7 +451,7 @@ def test_a_metric_that_occurs_twice_is_numbered():
 
 @pytest.mark.parametrize("tx", [optax.adam(1e-2), optax_boost.lars(0.1)], ids=["adam", "lars"])
 def test_sharded_params_stay_sharded_and_the_second_step_does_not_recompile(tx):
-  mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+  mesh = meshes.mesh((8,), ("x",))
   rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
   traces = itertools.count()
 
@@ -482,7 +482,7 @@ def test_sharded_params_stay_sharded_and_the_second_step_does_not_recompile(tx):
 def test_layers_cut_in_both_ways_keep_their_sharding_in_one_program(tx):
   """Left to itself, XLA lets each device keep the part of the bias that it computes."""
   spec = jax.sharding.PartitionSpec
-  mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+  mesh = meshes.mesh((4, 2), ("data", "model"))
   specs = {"up": spec(None, "model"), "bias": spec(), "down": spec("model", None)}
   params = {"up": jnp.ones((8, 16)) / 8, "bias": jnp.zeros(16), "down": jnp.ones((16, 4)) / 4}
   params = {
@@ -505,7 +505,7 @@ def test_layers_cut_in_both_ways_keep_their_sharding_in_one_program(tx):
 
 def test_a_fresh_state_on_a_mesh_has_its_own_buffers():
   """L-BFGS begins with one array in two places; donated twice, it would end the process."""
-  mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+  mesh = meshes.mesh((8,), ("x",))
   replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
   step = optax_boost.make_train_step(quadratic, optax.lbfgs())
   leaves = jax.tree.leaves(step.init({"w": jax.device_put(jnp.ones(8), replicated)}))
@@ -514,7 +514,7 @@ def test_a_fresh_state_on_a_mesh_has_its_own_buffers():
 
 
 def test_a_batch_on_a_mesh_moves_the_state_and_compiles_one_program():
-  mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+  mesh = meshes.mesh((8,), ("x",))
   batch = jax.device_put(BATCH, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x")))
   step = compilations.Watched(optax_boost.make_train_step(quadratic, optax.adam(0.1)))
   state = step.init({"w": jnp.ones(8)})

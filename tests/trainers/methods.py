@@ -12,7 +12,7 @@ import optax
 import pytest
 
 import optax_boost
-from tests import compilations
+from tests import compilations, meshes
 
 STEPS = 6
 INNER = optax.adam(1e-2, eps=1e-3)  # an eps that rounding can't turn into steps
@@ -60,8 +60,7 @@ def entry(tree: Any, index: int) -> Any:
 
 def mesh() -> jax.sharding.Mesh:
   """Four devices, two for data and two for params, as most trainers still use them: Auto."""
-  auto = (jax.sharding.AxisType.Auto,) * 2
-  return jax.make_mesh((2, 2), ("data", "fsdp"), axis_types=auto, devices=jax.devices()[:4])
+  return meshes.mesh((2, 2), ("data", "fsdp"))
 
 
 def loop(step: Callable[..., tuple[Any, Any]], state: Any) -> tuple[Any, list[float], int]:

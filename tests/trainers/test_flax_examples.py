@@ -13,6 +13,7 @@ import pytest
 
 import optax_boost
 from optax_boost.nnx import _model
+from tests import meshes
 from tests.trainers import methods
 
 KEY = jax.random.key(0)
@@ -116,7 +117,7 @@ class StatefulTrainState(train_state.TrainState):
 
 
 def imagenet(tx):
-  module, devices = ResNet(), jax.devices()[:2]
+  module, devices = ResNet(), meshes.devices(2)
   init = functools.partial(methods.init, module)
   init = jax.vmap(init, (None, 0), axis_name="batch", out_axes=None)
   variables = init(KEY, IMAGES[None])

@@ -12,6 +12,7 @@ import numpy as np
 import optax
 
 from optax_boost._form import _compositions
+from tests import meshes
 from tests.trainers import methods
 
 KEY = jax.random.key(0)
@@ -92,7 +93,7 @@ class KeyedTrainState(train_state.TrainState):
 
 def hugging_face(tx):
   """Replicas in pmap; decay for kernels alone; every two micro-batches a step."""
-  module, devices = Bert(), jax.devices()[:2]
+  module, devices = Bert(), meshes.devices(2)
   params = methods.init(module, KEY, TOKENS)["params"]
 
   def decayed(params):
