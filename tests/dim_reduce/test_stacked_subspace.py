@@ -14,6 +14,9 @@ LAYERS, K = 4, 2
 SHAPES = {"head": (7,), "nested": (2, 2, 7), "up": (5, LAYERS, 4)}
 # The same layers in leaves of their own, in the same groups.
 UNROLLED = [*(f"layers/{layer}/" for layer in range(LAYERS)), "head"]
+# Of the snapshots below, the closest singular values are 6.740 and 6.679, so that their directions
+# have 111 times the rounding errors of the snapshots; eight of these each.
+ATOL = 8 * 111 * float(np.finfo(np.float32).eps)
 
 
 def random_tree(seed, *rows):
@@ -43,12 +46,12 @@ def test_each_layer_is_fitted_separately():
   snapshots = random_tree(0, 8)
   ours = jax.device_get(optax_boost.fit_subspace(snapshots, K, groups=AXES))
   expected = optax_boost.fit_subspace(unrolled(snapshots, 1), K, groups=UNROLLED)
-  chex.assert_trees_all_close(unrolled_subspace(ours), expected, rtol=1e-4, atol=1e-5)
+  chex.assert_trees_all_close(unrolled_subspace(ours), expected, rtol=1e-4, atol=ATOL)
   layer = unrolled(ours.basis, 1)["layers"][2]
   rows = np.concatenate([layer["nested"], layer["up"].reshape(K, -1)], axis=1)
   np.testing.assert_allclose(rows @ rows.T, np.eye(K), atol=1e-5)
   alone = optax_boost.fit_subspace(unrolled(snapshots, 1)["layers"][2], K)
-  np.testing.assert_allclose(layer["up"], alone.basis["up"], rtol=1e-4, atol=1e-5)
+  np.testing.assert_allclose(layer["up"], alone.basis["up"], rtol=1e-4, atol=ATOL)
   # The variance along a row sums over all groups' parts.
   deviations = jax.tree.map(lambda x, m: x - m, snapshots, ours.mean)
   along = [
@@ -96,7 +99,7 @@ def test_sharded_layers_are_fitted_without_a_gather(kind):
   plain = random_tree(0, 8)
   expected = optax_boost.fit_subspace(plain, K, groups=AXES)
   ours = optax_boost.fit_subspace(put(plain, kind, 1), K, groups=AXES)
-  chex.assert_trees_all_close(ours, expected, rtol=1e-4, atol=1e-5)
+  chex.assert_trees_all_close(ours, expected, rtol=1e-4, atol=ATOL)
   for found, rows in ((ours.mean, 0), (ours.basis, 1)):
     for name in SPECS:
       sharding = put(found, kind, rows)[name].sharding
