@@ -9,7 +9,8 @@ level 0 unless XLA_FLAGS names a level: add ``-m "not optimized"``, or set
 ``XLA_FLAGS=--xla_backend_optimization_level=3``.
 
 On CPUs the tests run on eight virtual devices, or on as many as DEVICES says. Tests that need more
-than there are, as on a machine with one GPU, are skipped (tests/meshes.py).
+than there are, as on a machine with one GPU, are skipped (tests/meshes.py). Products of the tests'
+models have the highest precision there, too: JAX's default for float32 on a GPU is TF32.
 """
 
 import atexit
@@ -55,6 +56,7 @@ if "xla_backend_optimization_level" not in _flags[0]:
   _flags += [f"--{flag}={value}" for flag, value in _FASTER_TO_COMPILE.items() if _xla_knows(flag)]
 os.environ["XLA_FLAGS"] = " ".join(_flags)
 _ON_SSE = "xla_cpu_max_isa=SSE4_2" in _flags[0]
+os.environ.setdefault("JAX_DEFAULT_MATMUL_PRECISION", "highest")
 os.environ.setdefault("MPLBACKEND", "Agg")
 # Tracebacks of the line that traced each operation take a sixth of the time to lower and compile.
 os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")

@@ -24,7 +24,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import optax_boost
-from tests import compilations, problems
+from tests import compilations, problems, products
 from tests.contract import registry
 
 every_row = pytest.mark.parametrize("row", registry.ROWS, ids=str)
@@ -119,6 +119,17 @@ def test_takes_extra_arguments_it_does_not_know(row):
   more = functools.partial(tx.update, unheard_of=1)
   ours, expected = (program(update, *arguments) for update in (more, tx.update))
   assert ours == expected
+
+
+@every_row
+def test_no_product_has_the_default_precision(row):
+  """On a GPU that would be TF32, and on a TPU bfloat16."""
+  tx, params = transformation(row), row.params()
+  found = products.precisions(
+    lambda p, g: tx.update(g, tx.init(p), p), params, problems.grads(params)
+  )
+  assert set(found) <= {products.HIGHEST}
+  assert found or row.factory != "dim_reduce"
 
 
 @every_row

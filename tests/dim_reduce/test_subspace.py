@@ -1,6 +1,7 @@
 """The fitted subspace against MindSpore's recorded PCA and NumPy's SVD."""
 
 import collections
+import functools
 import pathlib
 
 import chex
@@ -12,7 +13,7 @@ import pytest
 
 import optax_boost
 from optax_boost._methods._dim_reduce import _groups, _pca
-from tests import closeness, meshes
+from tests import closeness, meshes, products
 from tests.dim_reduce.test_dim_reduce import exchanged
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "pca.npz"
@@ -149,6 +150,12 @@ def test_small_components_are_as_exact_as_a_float32_svd_of_the_rows(singular, co
   deviations = np.sqrt(14 * found.explained_variance)
   np.testing.assert_allclose(deviations, singular[:components], rtol=2e-3)
   np.testing.assert_allclose(np.abs(np.sum(basis * right[:components], axis=1)), 1, atol=1e-4)
+
+
+@pytest.mark.parametrize("key", [None, 0], ids=["exact", "randomized"])
+def test_no_product_of_a_fit_has_the_default_precision(key):
+  fit = functools.partial(optax_boost.fit_subspace, components=3, key=key)
+  assert set(products.precisions(fit, walk())) == {products.HIGHEST}
 
 
 def test_snapshots_keep_their_digits_around_a_large_mean():
