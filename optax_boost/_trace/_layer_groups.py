@@ -372,10 +372,12 @@ def group_numbers(tree: _types.Params, groups: Groups, method: str) -> list[Grou
           f" once; got '{entry}' in group {number} and others of this leaf before it. Make the"
           " groups with `layer_groups`."
         )
-  # A `MaskedNode`, or None in its place, hides leaves of the plan.
+  # A `MaskedNode`, or None in its place, hides leaves of the plan. `optax.tree.map_params` calls
+  # `init` with a tree without leaves.
   nodes = _paths.leaf_paths(tree, lambda node: node is None or _masks.is_masked(node))
   present = tuple(f"{path}/" if path else "" for path in nodes)
-  if surplus := [p for p in (*whole, *sliced) if not f"{p}/".startswith(present)]:
+  surplus = [p for p in (*whole, *sliced) if not f"{p}/".startswith(present)]
+  if leaves and surplus:
     raise ValueError(
       f"`{method}` was given groups for other params: they have the leaf '{surplus[0]}', which"
       " these params lack. Make them with `layer_groups` from these params."

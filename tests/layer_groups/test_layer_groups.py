@@ -304,3 +304,11 @@ def test_leaves_of_a_plan_may_be_hidden(instead, whole):
   ones = jax.tree.map(jnp.ones_like, hidden)
   updates, _ = decay.update(ones, decay.init(hidden))
   assert [updates[name]["bias"][0] for name in "ba"] == [0.5, 1.0]
+
+
+def test_a_plan_may_be_in_an_optimizer_and_in_the_wrapper_around_it():
+  params = chain_params(3)
+  plan = optax_boost.layer_groups(chain_loss, params, BATCH)
+  tx = optax_boost.layerwise_decay(optax.adam(0.1), plan, 0.5)
+  tx = optax_boost.freeze_layers(tx, plan, optax_boost.fixed_freezing(3, 1))
+  assert optax.tree.get(tx.init(params), "mu").keys() == params.keys()
