@@ -105,7 +105,6 @@ def convex() -> RaceResult:
     steps=40_000,
     batch_size=32,
     full_grad_fn=full,
-    vmap_seeds=False,
     # In float32 the objective itself is known to 1e-7.
     evaluate=jax.jit(lambda w: {above: jnp.maximum(loss_fn(w, data) - optimum, 1e-8)}),
   )

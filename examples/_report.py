@@ -57,7 +57,7 @@ class Report:
     return rows[alive].mean(0) if alive.any() else np.full(rows.shape[1], np.nan)
 
   def _row(self, name: str) -> Row:
-    result, spent = self._result, self._result.spent[name]
+    result, steps = self._result, self._result.spent[name]["steps"]
     compared = name != self._baseline and self._baseline in result.curves
     reached = self._mean_accuracy(name) >= self.target
     return Row(
@@ -66,8 +66,8 @@ class Report:
       result.values(name, ACCURACY),
       result.difference(name, ACCURACY) if compared else None,
       result.p_values(ACCURACY, ["steps"])[name]["steps"] if compared else np.nan,
-      int(spent["steps"][np.argmax(reached)]) if reached.any() else None,
-      spent["steps"][-1] / spent["seconds"][-1],
+      int(steps[np.argmax(reached)]) if reached.any() else None,
+      steps[-1] / result.totals(name, "seconds")[:, -1].mean(),
     )
 
   def table(self) -> str:

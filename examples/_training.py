@@ -95,5 +95,4 @@ def race(
     seeds=seeds,
     evaluate=lambda params, state: {ACCURACY: measure(params, state, data.test)[0]},
     points=max(1, min(points, int(steps * evaluations_in_a_step))),
-    vmap_seeds=jax.default_backend() != "cpu",
   )

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
   from matplotlib.figure import Figure
 
 # Okabe and Ito's colours, which the colour-blind can tell apart.
-_BASELINE_COLOUR = "#5A5A5A"
+_BASELINE_COLOUR = "#333333"
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 
 
@@ -28,56 +28,88 @@ def draw(result: Any, quantities: Sequence[str], against: Mapping[str, str]) -> 
     ) from error
   # If there is one budget, the panels of all quantities are drawn in one row.
   rows, columns = (len(quantities), len(against)) if len(against) > 1 else (1, len(quantities))
-  figure = Figure(figsize=(1 + 5 * columns, 1 + 4.0 * rows), dpi=150, layout="constrained")
+  figure = Figure(figsize=(1 + 4.4 * columns, 0.6 + 3.6 * rows), dpi=150, layout="constrained")
   panels = figure.subplots(rows, columns, squeeze=False).reshape(len(quantities), len(against))
   compared = [name for name in result.curves if name != result.baseline]
   colours = {name: _COLOURS[i % len(_COLOURS)] for i, name in enumerate(compared)}
   colours = {name: colours.get(name, _BASELINE_COLOUR) for name in result.curves}
   for quantity, line in zip(quantities, panels, strict=True):
-    values = np.concatenate([np.ravel(curves[quantity]) for curves in result.curves.values()])
-    logarithmic = "loss" in quantity and not np.any(values <= 0)
     for budget, axes in zip(against, line, strict=True):
       for name, colour in colours.items():
         _draw_curve(axes, result, name, quantity, budget, colour)
-      axes.set_xlabel(against[budget])
-      axes.grid(color="#E5E5E5", linewidth=0.8)
-      axes.spines[["top", "right", "left"]].set_visible(False)
-      axes.set_yscale("log" if logarithmic else "linear")
       if budget != "steps":
-        for at, name in _ends(result, compared, budget).items():
-          axes.axvline(at, color=colours[name], linestyle=":")
-    title = quantity + (" (logarithmic)" if logarithmic else "")
-    line[0].set_title(title, loc="left", parse_math=False)
+        for name in compared:
+          _draw_ends(axes, result, name, budget, colours)
+      axes.set_xlabel(against[budget])
+      axes.set_axisbelow(True)
+      axes.grid(color="#E5E5E5")
+      axes.spines[["top", "right"]].set_visible(False)
+      _set_ticks(axes, [result.curves[name][quantity] for name in colours], quantity)
+    title = quantity + (" (logarithmic)" if line[0].get_yscale() == "log" else "")
+    line[0].set_title(title, loc="left", fontsize=10, parse_math=False)
   for text in panels[0, 0].legend(frameon=False).get_texts():
     text.set_parse_math(False)
   return figure
 
 
-def _ends(result: Any, compared: Sequence[str], budget: str) -> dict[float, str]:
-  """Returns where curves end at a comparison, as a dict from total to the name of the curve.
+def _set_ticks(axes: "Axes", curves: Sequence[np.ndarray], quantity: str) -> None:
+  """Gives a loss a logarithmic axis; labels few ticks, with plain numbers if these are short."""
+  from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
-  Each method in `compared` is compared with the baseline at the smaller of their two totals. The
-  curve with this total ends there.
+  axes.xaxis.set_major_locator(MaxNLocator(5))
+  axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.6g}"))
+  drawn = np.concatenate(list(map(np.ravel, curves)))
+  if "loss" not in quantity or np.any(drawn <= 0):
+    return
+  axes.set_yscale("log")
+  low, high = axes.get_ylim()
+  decades = np.log10(high / low)
+  if decades < 0.5:
+    # A logarithmic axis may then have no round number at all.
+    axes.yaxis.set_major_locator(MaxNLocator(5))
+  else:
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if decades < 2.5 else (1,), numticks=8))
+  axes.yaxis.set_minor_locator(NullLocator())
+  if low > 1e-4 and high < 1e5:
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:,.6g}"))
+
+
+def _draw_ends(
+  axes: "Axes", result: Any, name: str, budget: str, colours: Mapping[str, str]
+) -> None:
+  """Marks where a method is compared with the baseline: where the curve of one of them ends.
+
+  If the seeds are compared at different times, a band covers all of these.
   """
-  ends = {}
-  for name in compared:
-    at = result.budget(name, budget)
-    if np.isfinite(at):
-      ends[at] = result.baseline if result.spent[result.baseline][budget][-1] == at else name
-  return ends
+  ends = result.ends(name, budget)
+  if not np.isfinite(ends).all():
+    return
+  totals = result.totals(result.baseline, budget)[:, -1]
+  colour = colours[result.baseline if totals.mean() <= ends.mean() else name]
+  if np.ptp(ends):
+    axes.axvspan(ends.min(), ends.max(), color=colour, alpha=0.12, linewidth=0)
+  axes.axvline(ends.mean(), color=colour, linestyle=":")
 
 
 def _draw_curve(
   axes: "Axes", result: Any, name: str, quantity: str, budget: str, colour: str
 ) -> None:
+  """Draws the mean of a method's curves between one standard deviation, at the mean totals.
+
+  The curve of each seed is read at these totals, so the band shows the spread of the times, too.
+  """
   diverged = result.diverged(name)
   # Seeds that diverged are left out. If all diverged, their mean is drawn while all are finite.
-  rows = result.curves[name][quantity][~diverged | diverged.all()]
+  chosen = ~diverged | diverged.all()
+  rows, totals = result.curves[name][quantity][chosen], result.totals(name, budget)[chosen]
+  x = totals.mean(0)
+  values = np.array([np.interp(x, *curve) for curve in zip(totals, rows, strict=True)])
   with np.errstate(all="ignore"):
-    mean, spread = rows.mean(0), rows.std(0)
-  x = result.spent[name][budget]
+    mean, spread = values.mean(0), values.std(0)
   finite = np.isfinite(mean + spread) & np.isfinite(x)
   x, mean, spread = x[finite], mean[finite], spread[finite]
   label = f"{name} (diverged)" if diverged.all() else name
   axes.fill_between(x, mean - spread, mean + spread, color=colour, alpha=0.15, linewidth=0)
-  axes.plot(x, mean, color=colour, label=label, linewidth=2)
+  # The baseline is dashed and above the others, so that curves below it show between its dashes.
+  above = {"linestyle": (0, (4, 1.5)), "zorder": 3} if name == result.baseline else {}
+  axes.plot(x, mean, color=colour, label=label, linewidth=2, **above)

@@ -2,21 +2,30 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import functools
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
 import optax
 
-from optax_boost._foundation import _checks, _types
+from optax_boost._foundation import _checks, _types, _warnings
 from optax_boost._race import _result, _training
+
+# Trainings whose batches have the same examples in another order differ by rounding only. The steps
+# of a training may add up about a hundred roundings of float32.
+_ROUNDING = 1e-5
+
+# A transformation, or ``(transformation, batch_fn)``.
+_Contender: TypeAlias = (
+  optax.GradientTransformation | tuple[optax.GradientTransformation, _training.BatchFn]
+)
 
 
 def race(
   loss_fn: _types.LossFn,
   init_fn: Callable[[jax.Array], Any],
   data: Any,
-  transformations: Mapping[str, optax.GradientTransformation],
+  transformations: Mapping[str, _Contender],
   *,
   steps: int,
   batch_size: int | None = None,
@@ -25,7 +34,7 @@ def race(
   points: int = 40,
   has_model_state: bool = False,
   full_grad_fn: _types.Closure | None = None,
-  vmap_seeds: bool = True,
+  vmap_seeds: bool = False,
   progress: bool = True,
 ) -> _result.RaceResult:
   """Trains with several transformations, and compares each of them with the first, the baseline.
@@ -37,10 +46,11 @@ def race(
   - steps;
   - gradient evaluations, counted with the first seed. A gradient of the loss counts as 1, a value
     of the loss without a gradient (a trial point of a line search) as 1/3. The count doesn't show
-    that :func:`freeze_layers` skips a part of the backward pass; the time does;
-  - the time of one seed, without the time for compiling, evaluating and making batches. To measure
-    the time, all methods train the first seed again in turns, so memory must hold one state of each
-    method.
+    that :func:`freeze_layers` skips a part of the backward pass, or that sequences are short; the
+    time does;
+  - time, without the time for compiling, evaluating and making batches. Each seed has a time of its
+    own, so the error of the clock is a part of the intervals over seeds. For each seed all methods
+    train in turns, so memory must hold one state of each method.
 
   For Flax models, ``nnx.split_loss`` and ``linen.split_loss`` make the loss pure.
 
@@ -54,7 +64,9 @@ def race(
       epoch and cut into whole batches; or a function from the seed to an iterable of batches, which
       is called again when the iterable ends.
     transformations: the transformations by name. The first is the baseline. Make learning-rate
-      schedules for `steps` steps.
+      schedules for `steps` steps. A pair ``(transformation, batch_fn)`` trains with batches of its
+      own, ``batch_fn(batch, step)`` for the step counted from 0:
+      ``(boost.optimizer(...), boost.batch)`` races a level of :func:`auto_boost`.
     steps: the number of steps of each training.
     batch_size: the number of examples in a batch; None: all examples. Must be None if `data` is a
       function.
@@ -72,15 +84,17 @@ def race(
     points: the largest number of points in a curve. More points cost more evaluations.
     has_model_state: whether the loss takes and returns mutable statistics.
     full_grad_fn: the argument of :func:`make_train_step` for :func:`svrg`.
-    vmap_seeds: whether to train all seeds after the first at once with ``jax.vmap``, which needs
-      the memory of all these trainings. False is faster for convolutions on a CPU, and with a
-      `full_grad_fn`. Methods that freeze layers always train one seed at a time.
+    vmap_seeds: whether to train all seeds at once with ``jax.vmap``, which may be faster on an
+      accelerator, needs the memory of all these trainings, and measures no time. Methods that
+      freeze layers always train one seed at a time.
     progress: whether to show a progress bar; needs ``tqdm``.
 
   Returns:
     A :class:`RaceResult`. A seed whose last loss is not finite is reported as diverged and left out
-    of means. After Ctrl-C the result holds the seeds that every method has finished, if there are
-    any, and ``result.complete`` is False.
+    of means. If seeds give the same curves, since neither initial params nor batches nor keys
+    depend on them, a warning says so, and the result holds the first of these seeds. After Ctrl-C
+    the result holds the seeds that every method has finished, if there are any, and
+    ``result.complete`` is False.
 
   Examples:
     >>> import jax, jax.numpy as jnp, optax, optax_boost
@@ -98,9 +112,11 @@ def race(
   )
   methods = _methods(problem, transformations)
   complete = _training.train(methods, problem.blocks, chosen, vmap_seeds, progress)
-  finished = [seed for seed in chosen if all(seed in m.points for m in methods.values())]
+  finished = _different(
+    [seed for seed in chosen if all(seed in m.points for m in methods.values())], methods
+  )
   curves = {name: method.curves(finished) for name, method in methods.items()}
-  spent = {name: method.spent for name, method in methods.items()}
+  spent = {name: method.spent(finished) for name, method in methods.items()}
   averaged = tuple(name for name, method in methods.items() if method.is_averaged)
   return _result.RaceResult(tuple(finished), curves, spent, complete, averaged)
 
@@ -117,9 +133,42 @@ def _methods(
       "`transformations` must be a dictionary from names to transformations, at least one; got"
       f" {_checks.shorten(transformations)}."
     )
-  for name, tx in transformations.items():
+  methods = {}
+  for name, contender in transformations.items():
+    tx, batch_fn = contender, lambda batch, step: batch
+    if type(contender) is tuple and len(contender) == 2:
+      tx, batch_fn = contender
+      _checks.check_callable(f"transformations[{name!r}][1]", batch_fn, "batch_fn(batch, step)")
     _checks.check_transformation(f"transformations[{name!r}]", tx)
-  return {name: _training.Method(problem, tx) for name, tx in transformations.items()}
+    methods[name] = _training.Method(problem, tx, batch_fn)
+  return methods
+
+
+def _different(seeds: list[int], methods: Mapping[str, _training.Method]) -> list[int]:
+  """Returns `seeds` without those that repeat the training of a seed before, and warns of these."""
+  if not seeds:
+    return []
+  losses = [method.curves(seeds)[_result.LOSS] for method in methods.values()]
+  different: list[int] = []
+  for i in range(len(seeds)):
+    if not any(all(_equal(curves[i], curves[k]) for curves in losses) for k in different):
+      different.append(i)
+  if len(different) < len(seeds):
+    _warnings.warn(
+      f"{len(seeds)} seeds give only {len(different)} different trainings; equal ones count once."
+      " Let the initial params (`init_fn`), the batches (`batch_size`, `data`) or the noise of the"
+      " loss depend on the seed.",
+      _warnings.NoEffectWarning,
+    )
+  return [seeds[i] for i in different]
+
+
+def _equal(curve: np.ndarray, other: np.ndarray) -> bool:
+  """Returns whether two curves are equal up to rounding; curves without a number are not."""
+  finite = np.isfinite(curve)
+  scale = np.abs(curve[finite]).max(initial=0)
+  same = np.isclose(curve, other, rtol=0, atol=_ROUNDING * scale, equal_nan=True).all()
+  return bool(finite.any() and same)
 
 
 def _seeds(seeds: Any) -> list[int]:

@@ -37,6 +37,9 @@ _LOWER_IS_BETTER = ("loss", "error", "perplexity")
 _HIGHER_IS_BETTER = ("accuracy",)
 # Totals are sums of rounded numbers, so they count as equal up to this relative error.
 _ROUNDING = 1e-9
+# Differences of accuracies in percent, each of which is rounded to float32, are equal up to this
+# relative error.
+_EQUAL = 1e-4
 # The accepted probability of calling a difference real that is not.
 _LEVEL = 0.05
 
@@ -49,9 +52,9 @@ class RaceResult:
     seeds: the seeds, in the order of the curves' rows.
     curves: arrays ``(n, m)`` by method and quantity: the metrics of `evaluate`, and the ``training
       loss``, the mean over the steps since the previous point.
-    spent: arrays ``(m,)`` by method and budget, with what was spent until each point: ``steps``;
-      ``gradient_evaluations`` of the first seed; ``seconds`` that the steps of one seed took, nan
-      if the race was interrupted before it measured the time.
+    spent: arrays by method and budget, with what was spent until each point: ``steps`` ``(m,)``;
+      ``gradient_evaluations`` ``(m,)`` of the first seed; ``seconds`` ``(n, m)`` that each seed's
+      steps took, nan if seeds were trained at once.
     complete: False if the race was interrupted, so that seeds are missing.
     averaged: the methods of which `evaluate` measured an average of the params.
   """
@@ -84,18 +87,27 @@ class RaceResult:
   def budget(self, name: str, of: str) -> float:
     """Returns where a method is compared with the baseline: at the smaller of their two totals.
 
-    If one of the two diverged on every seed, returns the total of the other. Returns nan if a total
-    is unknown.
+    Times are compared seed by seed, so that their error is a part of the differences; the result is
+    then the mean over the seeds. If one of the two diverged on every seed, returns the total of the
+    other. Returns nan if a total is unknown.
 
     Args:
       name: the name of the method.
       of: the kind of budget: ``"steps"``, ``"gradient_evaluations"`` or ``"seconds"``.
     """
+    return float(np.mean(self.ends(name, of)))
+
+  def ends(self, name: str, of: str) -> np.ndarray:
+    """Returns the :meth:`budget` of each seed, as an array ``(n,)``; takes the same arguments."""
     _checks.check_name("name", name, list(self.curves))
     _checks.check_name("of", of, list(BUDGETS))
     pair = (name, self.baseline)
     came_through = [method for method in pair if not self.diverged(method).all()]
-    return float(np.min([self.spent[method][of][-1] for method in came_through or pair]))
+    return np.min([self.totals(method, of)[:, -1] for method in came_through or pair], axis=0)
+
+  def totals(self, name: str, of: str) -> np.ndarray:
+    """Returns what a method has spent until each point with each seed, as an array ``(n, m)``."""
+    return np.broadcast_to(self.spent[name][of], self.curves[name][LOSS].shape)
 
   def values(self, name: str, quantity: str, of: str = "steps") -> np.ndarray:
     """Returns a method's values of a quantity, one for each seed, at the method's :meth:`budget`.
@@ -109,17 +121,17 @@ class RaceResult:
       An array ``(n,)``, interpolated between the points of each seed's curve; nan for a seed that
       diverged, or whose curve begins after the budget.
     """
-    return self._values_at(name, quantity, of, self.budget(name, of))
+    return self._values_at(name, quantity, of, self.ends(name, of))
 
-  def _values_at(self, name: str, quantity: str, budget: str, at: float) -> np.ndarray:
+  def _values_at(self, name: str, quantity: str, budget: str, ends: np.ndarray) -> np.ndarray:
     _checks.check_name("quantity", quantity, self.quantities)
-    spent, curves = self.spent[name][budget], self.curves[name][quantity]
-    values = [_interpolate(spent, curve, at) for curve in curves]
+    spent, curves = self.totals(name, budget), self.curves[name][quantity]
+    values = list(map(_interpolate, spent, curves, ends))
     return np.where(self.diverged(name), math.nan, values)
 
   def _differences(self, name: str, quantity: str, budget: str) -> np.ndarray:
     """Returns the method's value minus the baseline's at the budget, for each seed with both."""
-    baseline = self._values_at(self.baseline, quantity, budget, self.budget(name, budget))
+    baseline = self._values_at(self.baseline, quantity, budget, self.ends(name, budget))
     differences = self.values(name, quantity, budget) - baseline
     return differences[np.isfinite(differences)]
 
@@ -130,12 +142,14 @@ class RaceResult:
 
     Returns:
       The mean over the seeds on which neither method nor baseline diverged (nan if there is none),
-      and half of the mean's 95 % interval by Student's t (None for a single seed). The interval is
-      not corrected for the number of comparisons; the results of :meth:`p_values` are.
+      and half of the mean's 95 % interval by Student's t. None instead of the half for a single
+      seed, and if the difference is the same in each seed, as differences of accuracies on few
+      examples may be. The interval is not corrected for the number of comparisons; the results of
+      :meth:`p_values` are.
     """
     differences = self._differences(name, quantity, of)
-    if len(differences) < 2:
-      return (float(differences[0]) if differences.size else math.nan), None
+    if len(differences) < 2 or (differences.any() and _all_equal(differences)):
+      return (float(np.mean(differences)) if differences.size else math.nan), None
     quantile = special.stdtrit(len(differences) - 1, 1 - _LEVEL / 2)
     half = quantile * np.std(differences, ddof=1) / math.sqrt(len(differences))
     return float(np.mean(differences)), float(half)
@@ -145,7 +159,8 @@ class RaceResult:
   ) -> dict[str, dict[str, float]]:
     """Returns the p-value of each method's difference to the baseline, corrected by Holm's method.
 
-    The p-values come from Student's t-test of the paired differences. If each difference with a
+    The p-values come from Student's t-test of the paired differences, or from the sign test if the
+    difference is the same in each seed. If each difference with a
     corrected p-value of at most 0.05 is called real, the probability of one or more false calls is
     at most 0.05. Budgets at which a method has the same differences count as one comparison.
 
@@ -231,10 +246,12 @@ class RaceResult:
       return ""
     if self._is_identical(name, quantity, budget):
       return f"identical in {'the one seed' if seeds == 1 else f'all {seeds} seeds'}"
-    if half is None:
+    if seeds == 1:
       return f"one seed can't tell (difference {mean:+.3g})"
     p = tests[self._test(name, quantity, budget)]
-    interval = f"95 % interval {mean - half:+.3g} to {mean + half:+.3g}"
+    interval = "the same in each"
+    if half is not None:
+      interval = f"95 % interval {mean - half:+.3g} to {mean + half:+.3g}"
     correction = ""
     if len(tests) > 1:
       correction = f"; p = {p:.2g} after Holm's correction for {len(tests)} comparisons"
@@ -255,7 +272,8 @@ class RaceResult:
     for method, curves in self.curves.items():
       for i, seed in enumerate(self.seeds):
         curves_of_seed = {quantity: rows[i] for quantity, rows in curves.items()}
-        for name, values in {**self.spent[method], **curves_of_seed}.items():
+        spent = {budget: self.totals(method, budget)[i] for budget in BUDGETS}
+        for name, values in {**spent, **curves_of_seed}.items():
           columns[name] += values.tolist()
         columns["method"] += [method] * len(values)
         columns["seed"] += [seed] * len(values)
@@ -277,15 +295,17 @@ class RaceResult:
       for name in self.curves:
         lost, seeds = self.diverged(name).sum(), len(self.seeds)
         notes.append(f"diverged: {lost} of {seeds}" if lost else str(seeds))
-      columns = [["method", *self.curves], *(self._column(quantity, budget) for budget in BUDGETS)]
+      known = [of for of in BUDGETS if np.isfinite(self.totals(self.baseline, of)).any()]
+      columns = [["method", *self.curves], *(self._column(quantity, of) for of in known)]
       lines = list(zip(*columns, ["seeds", *notes], strict=True))
       sections.append(f"{quantity.capitalize()}, with equal budgets:\n\n{_markdown(lines)}")
     costs = [["method", "gradients per step", "ms per step"]]
     for name in self.curves:
-      total = {budget: self.spent[name][budget][-1] for budget in BUDGETS}
-      gradients = total["gradient_evaluations"] / total["steps"]
-      milliseconds = 1e3 * total["seconds"] / total["steps"]
-      costs.append([name, f"{gradients:.3g}", f"{milliseconds:.3g}"])
+      steps = self.spent[name]["steps"][-1]
+      gradients = self.spent[name]["gradient_evaluations"][-1] / steps
+      milliseconds = 1e3 * self.totals(name, "seconds")[:, -1] / steps
+      timed = milliseconds[np.isfinite(milliseconds)]
+      costs.append([name, f"{gradients:.3g}", _mean_and_spread(timed) if timed.size else "-"])
     sections.append(f"Costs:\n\n{_markdown(costs)}")
     if self.averaged:
       names = ", ".join(f"`{name}`" for name in self.averaged)
@@ -303,8 +323,8 @@ class RaceResult:
   def _column(self, quantity: str, budget: str) -> list[str]:
     """Returns a column of a table; the header names the budget if all comparisons share it."""
     compared = [name for name in self._compared if not self.diverged(name).all()]
-    ends = {name: self.budget(name, budget) for name in self.curves}
-    shared = {f"{ends[name]:,.4g}" for name in compared or [self.baseline]}
+    ends = {name: self.ends(name, budget) for name in self.curves}
+    shared = {_amount(ends[name]) for name in compared or [self.baseline]}
     if len(shared) == 1:
       ends[self.baseline] = ends[(compared or [self.baseline])[0]]
       cells = [self._cell(name, quantity, budget, at) for name, at in ends.items()]
@@ -312,16 +332,15 @@ class RaceResult:
     cells = []
     for name, at in ends.items():
       cell = self._cell(name, quantity, budget, at)
-      cells.append(cell if cell == "-" else f"{cell} at {at:,.4g}")
+      cells.append(cell if cell == "-" else f"{cell} at {_amount(at)}")
     return [BUDGETS[budget], *cells]
 
-  def _cell(self, name: str, quantity: str, budget: str, at: float) -> str:
-    values = self._values_at(name, quantity, budget, at)
+  def _cell(self, name: str, quantity: str, budget: str, ends: np.ndarray) -> str:
+    values = self._values_at(name, quantity, budget, ends)
     values = values[np.isfinite(values)]
     if not values.size:
       return "-"
-    spread = np.std(values, ddof=1) if values.size > 1 else None
-    cell = _plus_minus(values.mean(), spread)
+    cell = _mean_and_spread(values)
     difference = self.difference(name, quantity, budget)
     is_compared = name != self.baseline and not math.isnan(difference[0])
     return f"{cell} ({_plus_minus(*difference, sign='+')})" if is_compared else cell
@@ -350,12 +369,22 @@ class RaceResult:
 
 
 def p_value(differences: np.ndarray) -> float:
-  """Returns the two-sided p-value of Student's t-test of whether the mean of `differences` is 0."""
-  error = np.std(differences, ddof=1) / math.sqrt(len(differences))
-  mean = abs(np.mean(differences))
-  if not error:
-    return float(not mean)
-  return float(2 * special.stdtr(len(differences) - 1, -mean / error))
+  """Returns the two-sided p-value of Student's t-test of whether the mean of `differences` is 0.
+
+  Equal differences show nothing of how they vary, so their p-value is the sign test's.
+  """
+  count = len(differences)
+  if not differences.any():
+    return 1.0
+  if _all_equal(differences):
+    return 2.0 ** (1 - count)
+  error = np.std(differences, ddof=1) / math.sqrt(count)
+  return float(2 * special.stdtr(count - 1, -abs(np.mean(differences)) / error))
+
+
+def _all_equal(differences: np.ndarray) -> bool:
+  """Returns whether differences are equal up to the rounding of float32 accuracies."""
+  return bool(np.ptp(differences) <= _EQUAL * np.abs(differences).max())
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
@@ -388,6 +417,15 @@ def _word(quantity: str, difference: float) -> str:
   if lower or any(part in quantity.lower() for part in _HIGHER_IS_BETTER):
     return "better" if (difference < 0) == lower else "worse"
   return "higher" if difference > 0 else "lower"
+
+
+def _amount(totals: np.ndarray) -> str:
+  mean = totals.mean()
+  return f"{mean:,.0f}" if mean >= 1000 else f"{mean:.4g}"
+
+
+def _mean_and_spread(values: np.ndarray) -> str:
+  return _plus_minus(values.mean(), np.std(values, ddof=1) if values.size > 1 else None)
 
 
 def _plus_minus(mean: float, spread: float | None, sign: str = "") -> str:

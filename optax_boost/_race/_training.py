@@ -1,9 +1,11 @@
-"""Trains the methods of a race: counts gradients, then times steps, then trains other seeds."""
+"""Trains the methods of a race: counts gradients, then trains all seeds and times them."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+import contextlib
 import dataclasses
 import functools
 import inspect
+import itertools
 import math
 import random
 import time
@@ -18,7 +20,7 @@ from optax_boost import _train_step
 from optax_boost._foundation import _checks, _progress, _types
 from optax_boost._race import _averaged_params, _result
 
-# Timing is repeated until it has taken `_TIMED_SECONDS`, at most `_MOST_TIMED` times.
+# All seeds are timed again until timing has taken `_TIMED_SECONDS`, at most `_MOST_TIMED` times.
 _TIMED_SECONDS, _MOST_TIMED = 2.0, 5
 # The number of batches that are made before the clock starts.
 _AHEAD = 8
@@ -26,6 +28,10 @@ _AHEAD = 8
 _COST_OF_VALUE = 1 / 3
 # The name of the metric if `evaluate` returns a scalar.
 _UNNAMED = "evaluation"
+
+
+# Makes the batch that a method trains with from a batch of the data and the number of the step.
+BatchFn = Callable[[_types.Batch, int], _types.Batch]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,7 +138,7 @@ class _Counter:
 
 
 class _Training:
-  """A training of one seed, or of several seeds at once."""
+  """A training of one of `seeds`, or of all at once with a vmapped step; and what it measures."""
 
   def __init__(
     self,
@@ -140,54 +146,67 @@ class _Training:
     state: _train_step.TrainState,
     feed: Iterator[_types.Batch],
     key: jax.Array | None,
+    seeds: Sequence[int],
   ):
     self._step, self._feed, self._key = step, feed, key
-    self.state = state
+    self.state, self.seeds = state, seeds
     self.metrics: _types.Metrics = {}
+    # The metrics of each seed at each point, and the seconds from each point to the next.
+    self.points: dict[int, list[dict[str, float]]] = {seed: [] for seed in seeds}
+    self.seconds: list[float] = []
 
-  def advance(self, count: int) -> tuple[np.ndarray, float]:
-    """Makes `count` steps; returns their losses ``(count, ...)`` and the seconds that they took."""
+  def advance(self, count: int, compiled: set[Hashable] | None = None) -> np.ndarray:
+    """Makes `count` steps and times them; returns their losses ``(count, seeds)``.
+
+    `compiled` has the types of the batches for which the step is compiled. For another type, a copy
+    of the state makes a step before the clock starts. None: compiling is on the clock.
+    """
     losses, seconds = [], 0.0
     for start in range(0, count, _AHEAD):
       batches = [jax.device_put(next(self._feed)) for _ in range(min(_AHEAD, count - start))]
-      jax.block_until_ready(batches)
+      for batch in batches:
+        type_ = (jax.tree.structure(batch), *map(jax.typeof, jax.tree.leaves(batch)))
+        if compiled is not None and type_ not in compiled:
+          self._step(jax.tree.map(jnp.copy, self.state), batch, self._key)
+          compiled.add(type_)
+      jax.block_until_ready((batches, self.state))
       begin = time.perf_counter()
       for batch in batches:
         self.state, self.metrics = self._step(self.state, batch, self._key)
         losses.append(self.metrics["loss"])
       jax.block_until_ready(self.state)
       seconds += time.perf_counter() - begin
-    return np.asarray(jax.device_get(losses), np.float64), seconds
+    self.seconds.append(seconds)
+    return np.asarray(jax.device_get(losses), np.float64).reshape(count, -1)
 
 
 class Method:
   """One transformation in the race, and its measurements."""
 
-  def __init__(self, problem: Problem, tx: optax.GradientTransformation) -> None:
-    self._problem, self._counter = problem, _Counter()
+  def __init__(self, problem: Problem, tx: optax.GradientTransformation, batch_fn: BatchFn) -> None:
+    self._problem, self._batch_fn, self._counter = problem, batch_fn, _Counter()
     self._step = problem.train_step(problem.loss_fn, tx)
     self._counting = problem.train_step(self._counter.mark(problem.loss_fn), tx)
     self._vmapped = jax.jit(jax.vmap(lambda *args: self._step(*args)), donate_argnums=0)
+    # The types of the batches for which `_step` is compiled.
+    self._compiled: set[Hashable] = set()
     # Whether the method freezes layers. Then the host chooses the program of each step by the
-    # number of frozen groups. So the step can't be vmapped, and the first timed training includes
-    # the time for compiling these programs.
-    self.freezes = False
+    # number of frozen groups, so the step can't be vmapped.
+    self._freezes = False
     # Whether `evaluate` gets an average of the params.
     self.is_averaged = False
-    # The metrics at each point, by seed.
-    self.points: dict[int, list[dict[str, float]]] = {}
     self._evaluations = np.full(len(problem.blocks), math.nan)
-    # For each timed training, the seconds of each block of steps.
-    self.block_seconds: list[np.ndarray] = []
+    # By seed: the metrics at each point, and the seconds from each point to the next.
+    self.points: dict[int, list[dict[str, float]]] = {}
+    self._seconds: dict[int, np.ndarray] = {}
 
-  @property
-  def spent(self) -> dict[str, np.ndarray]:
-    """The totals at each point, by budget; a block's time is the shortest of all timings."""
-    seconds = np.min(self.block_seconds or [self._evaluations * math.nan], axis=0)
+  def spent(self, seeds: Sequence[int]) -> dict[str, np.ndarray]:
+    """Returns the totals at each point, by budget; the seconds have a row for each of `seeds`."""
+    untimed = np.full(len(self._problem.blocks), math.nan)
     return {
       "steps": np.cumsum(self._problem.blocks),
       "gradient_evaluations": self._evaluations,
-      "seconds": np.cumsum(seconds),
+      "seconds": np.cumsum([self._seconds.get(seed, untimed) for seed in seeds], axis=1),
     }
 
   def curves(self, seeds: Sequence[int]) -> dict[str, np.ndarray]:
@@ -199,56 +218,71 @@ class Method:
     """Returns a new training of one seed, with `step` or by default the method's step."""
     step, problem = step or self._step, self._problem
     state = step.init(*problem.start(seed))
-    return _Training(step, state, problem.batches(seed), problem.key(seed))
+    return _Training(step, state, self._batches(seed), problem.key(seed), [seed])
+
+  def _batches(self, seed: int) -> Iterator[_types.Batch]:
+    return map(self._batch_fn, self._problem.batches(seed), itertools.count())
 
   def count(self, seed: int) -> None:
-    """Compiles the step, then trains a seed and stores the gradients spent at each point."""
-    training = self.begin(seed)
-    training.advance(2)
-    self.freezes = any("frozen_groups" in name for name in training.metrics)
-    self._evaluations = np.array(self._record([seed], self.begin(seed, self._counting)))
-
-  def train(self, seeds: Sequence[int], at_once: bool) -> None:
-    """Trains `seeds` and stores their curves; with `at_once`, vmaps the step if possible."""
-    if not at_once or self.freezes or len(seeds) < 2:
-      for seed in seeds:
-        self._record([seed], self.begin(seed))
-    else:
-      problem = self._problem
-      states = _stack_trees([self._step.init(*problem.start(seed)) for seed in seeds])
-      feed = map(_stack_trees, zip(*map(problem.batches, seeds), strict=True))
-      keys = _stack_trees([problem.key(seed) for seed in seeds])
-      self._record(seeds, _Training(self._vmapped, states, feed, keys))
-
-  def _record(self, seeds: Sequence[int], training: _Training) -> list[float]:
-    """Trains, and stores each seed's metrics; returns the cost counted until each point."""
-    points: dict[int, list[dict[str, float]]] = {seed: [] for seed in seeds}
-    totals = []
+    """Trains a seed, and stores the gradients spent at each point."""
+    training, totals = self.begin(seed, self._counting), []
     for length in self._problem.blocks:
-      losses = training.advance(length)[0].reshape(length, -1)
+      training.advance(length)
       totals.append(self._counter.total())
-      trained = self._params_to_evaluate(training.state, len(seeds))
-      for i, seed in enumerate(seeds):
-        model = trained if len(seeds) == 1 else jax.tree.map(lambda leaf, i=i: leaf[i], trained)
-        with np.errstate(all="ignore"):
-          loss = float(losses[:, i].mean())
-        points[seed].append({**self._problem.measure(*model), _result.LOSS: loss})
-        before, now = sorted(points[seed][0]), sorted(points[seed][-1])
-        if before != now:
-          raise ValueError(
-            f"`evaluate` must return the same metrics each time; got {now} after {before}. Return"
-            " nan for a metric without a value."
-          )
-    self.points |= points
-    return totals
+    self._evaluations = np.array(totals)
+    self._freezes = any("frozen_groups" in name for name in training.metrics)
+    if self._freezes:
+      # Compiles a program for each number of frozen groups.
+      self.begin(seed).advance(self._problem.steps)
 
-  def _params_to_evaluate(
-    self, state: _train_step.TrainState, seeds: int
-  ) -> tuple[_types.Params, _types.ModelState]:
+  def advance(self, training: _Training, length: int, measures: bool = True) -> None:
+    """Makes `length` steps, whose time is without compiling, and then measures."""
+    losses = training.advance(length, self._compiled)
+    if measures:
+      self._measure(training, losses)
+
+  def store(self, training: _Training) -> None:
+    """Stores what the training of one seed measured; a block's time is the shortest so far."""
+    (seed,), seconds = training.seeds, np.array(training.seconds)
+    self.points |= {seed: points for seed, points in training.points.items() if points}
+    self._seconds[seed] = np.minimum(seconds, self._seconds.get(seed, seconds))
+
+  def train_at_once(self, seeds: Sequence[int]) -> None:
+    """Trains `seeds`, with a vmapped step if possible, and stores their curves, but no times."""
+    problem = self._problem
+    if self._freezes or len(seeds) < 2:
+      trainings = [self.begin(seed) for seed in seeds]
+    else:
+      states = _stack_trees([self._step.init(*problem.start(seed)) for seed in seeds])
+      feed = map(_stack_trees, zip(*map(self._batches, seeds), strict=True))
+      keys = _stack_trees([problem.key(seed) for seed in seeds])
+      trainings = [_Training(self._vmapped, states, feed, keys, seeds)]
+    for training in trainings:
+      for length in problem.blocks:
+        self._measure(training, training.advance(length))
+      self.points |= training.points
+
+  def _measure(self, training: _Training, losses: np.ndarray) -> None:
+    """Appends each seed's metrics to the points of the training."""
+    trained, seeds = self._params_to_evaluate(training), training.seeds
+    for i, points in enumerate(training.points.values()):
+      model = trained if len(seeds) == 1 else jax.tree.map(lambda leaf, i=i: leaf[i], trained)
+      with np.errstate(all="ignore"):
+        loss = float(losses[:, i].mean())
+      points.append({**self._problem.measure(*model), _result.LOSS: loss})
+      before, now = sorted(points[0]), sorted(points[-1])
+      if before != now:
+        raise ValueError(
+          f"`evaluate` must return the same metrics each time; got {now} after {before}. Return"
+          " nan for a metric without a value."
+        )
+
+  def _params_to_evaluate(self, training: _Training) -> tuple[_types.Params, _types.ModelState]:
     """Returns the params and statistics to evaluate, which are averages if the optimizer keeps any.
 
     For several seeds, all arrays have a leading axis of seeds.
     """
+    state = training.state
     average = _averaged_params.find_average(state.opt_state, state.params)
     self.is_averaged = average is not None and self._problem.evaluate is not None
     if average is None or not self.is_averaged:
@@ -258,7 +292,7 @@ class Method:
       statistics = _averaged_params.averaged_statistics(state.opt_state, state.model_state)
       return average(state.opt_state, state.params), statistics
 
-    return (read if seeds == 1 else jax.vmap(read))(state)
+    return (read if len(training.seeds) == 1 else jax.vmap(read))(state)
 
 
 def _stack_trees(trees: Sequence[_types.Tree]) -> Any:
@@ -272,24 +306,22 @@ def train(
   vmap_seeds: bool,
   progress: bool,
 ) -> bool:
-  """Counts gradients and times steps on the first seed, then trains the other seeds.
+  """Counts gradients on the first seed, then trains all seeds and times them.
 
   `blocks` are the numbers of steps between points of the curves. Returns True if all trainings
   ended. After Ctrl-C, returns False if every method has trained a seed, else raises
   KeyboardInterrupt.
   """
-  first, *later_seeds = seeds
-  counts = [(name, method.count, (first,)) for name, method in methods.items()]
-  clock = ("all in turns", _clock, (methods, blocks, first))
-  trains = [(name, method.train, (later_seeds, vmap_seeds)) for name, method in methods.items()]
-  jobs: list[tuple[str, Callable[..., None], tuple[Any, ...]]] = [*counts, clock, *trains]
+  turns = _Turns(methods, blocks)
+  jobs = [functools.partial(_naming(n)(method.count), seeds[0]) for n, method in methods.items()]
+  if vmap_seeds:
+    jobs += [functools.partial(_naming(n)(m.train_at_once), seeds) for n, m in methods.items()]
+  else:
+    jobs += [functools.partial(turns.train, seed) for seed in seeds]
+    jobs += [functools.partial(turns.time_again, seeds)]
   try:
-    for name, run, args in _progress.with_progress(jobs, progress, "race", "part"):
-      try:
-        run(*args)
-      except Exception as error:
-        error.add_note(f"`race` was training with the method {name!r}.")
-        raise
+    for job in _progress.with_progress(jobs, progress, "race", "part"):
+      job()
   except KeyboardInterrupt:
     if not all(method.points for method in methods.values()):
       raise
@@ -297,22 +329,42 @@ def train(
   return True
 
 
-def _clock(methods: Mapping[str, Method], blocks: Sequence[int], seed: int) -> None:
-  """Times each block of steps with all methods, in turns.
+@contextlib.contextmanager
+def _naming(name: str) -> Iterator[None]:
+  """Adds the name of the method to an error."""
+  try:
+    yield
+  except Exception as error:
+    error.add_note(f"`race` was training with the method {name!r}.")
+    raise
 
-  `blocks` has the number of steps of each block. In each block, the methods take turns in random
-  order, so that other work on the machine slows all alike. Short trainings are timed several times.
+
+class _Turns:
+  """Trains a seed with all methods in turns.
+
+  After each block of steps, the methods take turns in random order, so that other work on the
+  machine slows all alike.
   """
-  shuffled, spent = random.Random(0), 0.0
-  minimum = 2 if any(method.freezes for method in methods.values()) else 1
-  for number in range(_MOST_TIMED):
-    if number >= minimum and spent > _TIMED_SECONDS:
-      return
-    trainings = {name: method.begin(seed) for name, method in methods.items()}
-    times: dict[str, list[float]] = {name: [] for name in methods}
-    for length in blocks:
-      for name in shuffled.sample(list(methods), len(methods)):
-        times[name].append(trainings[name].advance(length)[1])
-    for name, method in methods.items():
-      method.block_seconds.append(np.array(times[name]))
-      spent += sum(times[name])
+
+  def __init__(self, methods: Mapping[str, Method], blocks: Sequence[int]) -> None:
+    self._methods, self._blocks, self._random = methods, blocks, random.Random(0)
+    self._spent = 0.0
+
+  def train(self, seed: int, measures: bool = True) -> None:
+    """Trains a seed with each method, and stores its curves and its time."""
+    trainings = {name: method.begin(seed) for name, method in self._methods.items()}
+    for length in self._blocks:
+      for name in self._random.sample(list(trainings), len(trainings)):
+        with _naming(name):
+          self._methods[name].advance(trainings[name], length, measures)
+    for name, training in trainings.items():
+      self._methods[name].store(training)
+      self._spent += sum(training.seconds)
+
+  def time_again(self, seeds: Sequence[int]) -> None:
+    """Times short trainings again."""
+    for _ in range(1, _MOST_TIMED):
+      if self._spent > _TIMED_SECONDS:
+        return
+      for seed in seeds:
+        self.train(seed, measures=False)

@@ -17,7 +17,7 @@ from scipy import stats
 
 import optax_boost
 from optax_boost import RaceResult
-from optax_boost._race import _result
+from optax_boost._race import _result, _training
 import optax_boost.nnx
 
 RNG = np.random.default_rng(0)
@@ -103,6 +103,10 @@ def test_vmapped_seeds_give_the_curves_of_separate_runs():
     for vmap in (False, True)
   )
   assert at_once.seeds == (5, 3, 7)
+  # Trained at once, no seed has a time of its own.
+  assert "nan" not in at_once.table()
+  assert "equal time" not in at_once.conclusion()
+  assert "equal time" in alone.conclusion()
   for name in methods:
     for quantity in (LOSS, "error"):
       np.testing.assert_allclose(
@@ -249,8 +253,20 @@ def test_p_values_equal_students_t_test():
     differences = rng.normal(0.5, size=n)
     expected = stats.ttest_1samp(differences, 0).pvalue
     assert _result.p_value(differences) == pytest.approx(expected, rel=1e-10)
-  assert _result.p_value(np.array([2.0, 2.0])) == 0
   assert _result.p_value(np.zeros(2)) == 1
+
+
+def test_the_p_value_of_equal_differences_is_the_sign_tests():
+  right = np.array([[50, 51], [140, 141], [231, 232], [352, 353]], np.float32)
+  percent = np.float32(100) * right / 360
+  differences = np.diff(percent.astype(float))[:, 0]
+  assert np.ptp(differences[:2]) > 0
+  for n in (2, 4):
+    expected = stats.binomtest(n, n).pvalue
+    assert _result.p_value(differences[:n]) == pytest.approx(expected)
+  result = result_of(sgd=([[3, 2, x] for x in (1, 2, 4)],), worse=([[3, 2, x] for x in (2, 3, 5)],))
+  assert result.difference("worse", LOSS) == (1, None)
+  assert "these 3 seeds can't tell (difference +1, the same in each)" in result.conclusion()
 
 
 def test_the_conclusion_corrects_for_the_number_of_comparisons_and_says_so():
@@ -315,9 +331,168 @@ def test_a_table_compares_at_each_budget():
   assert cells[2] == ["sgd", *["6 ± 1.4"] * 3, "2"]
   assert cells[3][:3] == [r"a\|b", "1.5 ± 0.71 (-4.5 ± 6.4)", "4.25 ± 1.1 (-1.75 ± 3.2)"]
   assert len({len(row) for row in rows}) == 1
-  assert [row.split()[-2] for row in costs.splitlines()[2:]] == ["1e+03", "2e+03"]
+  assert [row.split("|")[-2].strip() for row in costs.splitlines()[2:]] == ["1000 ± 0", "2000 ± 0"]
   assert "the difference to `sgd`, seed by seed, ± half of its 95 % interval" in brackets
   assert conclusion == result.conclusion()
+
+
+def race_of_times(losses, times):
+  """A race of methods with the same `losses` ``(n, m)``, whose steps took `times` ``(n, m)``."""
+  steps = np.arange(1, losses.shape[1] + 1)
+  spent = {
+    name: {"steps": steps, "gradient_evaluations": steps, "seconds": seconds.cumsum(1)}
+    for name, seconds in times.items()
+  }
+  curves = {name: {LOSS: losses} for name in times}
+  return RaceResult(tuple(range(len(losses))), curves, spent)
+
+
+@pytest.mark.parametrize("seeds", [2, 3, 5])
+@pytest.mark.parametrize("deviation", [0.01, 0.3, 1.0])
+def test_an_optimizer_against_itself_is_called_different_in_one_of_twenty_races(seeds, deviation):
+  """Two hundred races; another process on the machine makes each block of steps late."""
+  rng, different, races = np.random.default_rng(seeds), 0, 200
+  for _ in range(races):
+    losses = np.geomspace(1, 0.1, 4) * rng.normal(1.0, 0.1, (seeds, 1))
+    times = {name: rng.lognormal(0.0, deviation, (seeds, 4)) for name in ("a", "b")}
+    conclusion = race_of_times(losses, times).conclusion()
+    assert f"identical in all {seeds} seeds at equal steps" in conclusion
+    different += "can't tell" not in conclusion
+  # At a rate of one in twenty, a binomial count is larger in one of a thousand tests.
+  assert different <= stats.binom.isf(1e-3, races, 0.05)
+
+
+def test_each_seed_of_each_method_has_a_time_of_its_own(monkeypatch):
+  ticks = itertools.count()
+  monkeypatch.setattr(_training.time, "perf_counter", lambda: float(next(ticks) ** 2))
+  result = small({"a": optax.sgd(0.05), "b": optax.sgd(0.05)}, seeds=3)
+  seconds = np.concatenate([result.totals(name, "seconds") for name in ("a", "b")])
+  assert seconds.shape == (6, 3)
+  assert len(set(seconds[:, 0])) == 6
+
+
+def test_the_error_of_the_clock_hides_no_large_difference():
+  rng = np.random.default_rng(0)
+  times = {name: mean * rng.normal(1.0, 0.05, (5, 40)) for name, mean in (("a", 1), ("b", 2))}
+  losses = np.geomspace(1, 0.1, 40) * rng.normal(1.0, 0.05, (5, 1))
+  expected = "identical in all 5 seeds at equal steps and gradient evaluations; worse by"
+  assert expected in race_of_times(losses, times).conclusion()
+
+
+def test_each_seed_is_compared_at_the_smaller_of_its_own_times():
+  curves = {"a": [[9, 8, 7], [9, 6, 5]], "b": [[8, 6, 4], [8, 5, 2]]}
+  curves = {name: {LOSS: np.array(rows, float)} for name, rows in curves.items()}
+  times = {"a": [[1, 2, 3], [2, 4, 6]], "b": [[2, 3, 4], [1, 2, 4]]}
+  steps = np.array([1, 2, 3])
+  spent = {
+    name: {"steps": steps, "gradient_evaluations": steps, "seconds": np.array(rows, float)}
+    for name, rows in times.items()
+  }
+  result = RaceResult((0, 1), curves, spent)
+  assert result.ends("b", "seconds").tolist() == [3, 4]
+  assert result.budget("b", "seconds") == 3.5
+  np.testing.assert_array_equal(result.values("b", LOSS, "seconds"), [6, 2])
+  assert result.difference("b", LOSS, "seconds")[0] == ((6 - 7) + (2 - 6)) / 2
+  columns = result.to_dict()
+  assert columns["seconds"] == [1, 2, 3, 2, 4, 6, 2, 3, 4, 1, 2, 4]
+
+
+def test_batches_of_several_shapes_put_no_compiling_on_the_clock(monkeypatch):
+  """The time of a step is counted in traces of the loss: none is made between two readings."""
+  traces = []
+
+  def loss(w, batch):
+    traces.append(batch["x"].shape)
+    return loss_fn(w, batch)
+
+  def data(seed):
+    for size in (8, 6, 8, 4 + seed):
+      yield jax.tree.map(lambda leaf, size=size: leaf[:size], DATA)
+
+  monkeypatch.setattr(_training.time, "perf_counter", lambda: float(len(traces)))
+  result = small({"sgd": optax.sgd(0.05)}, loss, data=data, batch_size=None, steps=8)
+  assert len(set(traces)) == 4
+  assert not result.spent["sgd"]["seconds"].any()
+  # The steps that compile change no curve.
+  for row, seed in enumerate(result.seeds):
+    w, losses = init_fn(jax.random.key(seed)), []
+    for batch in (*data(seed), *data(seed)):
+      value, grad = jax.value_and_grad(loss_fn)(w, batch)
+      w, losses = w - 0.05 * grad, [*losses, value]
+    np.testing.assert_allclose(result.curves["sgd"][LOSS][row, 0], np.mean(losses[:3]), rtol=1e-5)
+    np.testing.assert_allclose(result.curves["sgd"][LOSS][row, -1], np.mean(losses[6:]), rtol=1e-5)
+
+
+@pytest.mark.parametrize("batch_size", [None, 24])
+def test_seeds_that_repeat_a_training_count_once(batch_size):
+  """Whole batches in another order, from one start: the losses differ by rounding."""
+  methods = {"a": optax.sgd(0.1), "b": optax.sgd(0.101)}
+  with pytest.warns(optax_boost.NoEffectWarning, match="3 seeds give only 1 different trainings"):
+    result = optax_boost.race(
+      loss_fn,
+      lambda key: jnp.zeros(3),
+      DATA,
+      methods,
+      **{"steps": 8, "seeds": 3, "batch_size": batch_size, "progress": False},
+    )
+  assert result.seeds == (0,)
+  assert "one seed can't tell" in result.conclusion()
+
+
+def test_a_method_may_train_with_batches_of_its_own():
+  """Batches that a function cuts to the size that it chooses for each step."""
+  sizes = (2, 2, 4, 4, 8, 8)
+
+  def first_rows(batch, step):
+    return jax.tree.map(lambda leaf: leaf[: sizes[step]], batch)
+
+  result = small({"whole": optax.sgd(0.05), "cut": (optax.sgd(0.05), first_rows)}, points=6)
+  for row, seed in enumerate(result.seeds):
+    for name, rows in (("whole", [8] * 6), ("cut", sizes)):
+      w, rng, losses = init_fn(jax.random.key(seed)), np.random.default_rng(seed), []
+      order = np.concatenate([rng.permutation(24) for _ in range(2)])
+      for step, size in enumerate(rows):
+        chosen = order[8 * step : 8 * step + size]
+        batch = jax.tree.map(lambda leaf, chosen=chosen: leaf[chosen], DATA)
+        value, grad = jax.value_and_grad(loss_fn)(w, batch)
+        w, losses = w - 0.05 * grad, [*losses, value]
+      np.testing.assert_allclose(result.curves[name][LOSS][row], losses, rtol=1e-5)
+
+
+def test_a_level_for_tokens_races_with_the_batches_that_it_cuts():
+  tokens = np.random.default_rng(0).integers(0, 8, (16, 65)).astype(np.int32)
+
+  def loss(params, batch):
+    logits = params["table"][batch[:, :-1]] @ params["out"]
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:]).mean()
+
+  def init(key):
+    table, out = jax.random.split(key)
+    return {"table": jax.random.normal(table, (8, 4)), "out": jax.random.normal(out, (4, 8))}
+
+  steps = 12
+  boost = optax_boost.auto_boost("O1", steps, sequence_length=64)
+  tx = boost.optimizer(optax.adam(0.1), loss, init(jax.random.key(0)), tokens[:4])
+  result = optax_boost.race(
+    loss,
+    init,
+    tokens,
+    {"O0": optax.adam(0.1), "O1": (tx, boost.batch)},
+    **{"steps": steps, "batch_size": 4, "seeds": 2, "points": steps, "progress": False},
+  )
+  assert "identical" not in result.conclusion()
+  rng, order = np.random.default_rng(1), []
+  state, params = tx.init(init(jax.random.key(1))), init(jax.random.key(1))
+  for step in range(steps):
+    if not len(order):
+      order = rng.permutation(16)
+    chosen, order = order[:4], order[4:]
+    batch = boost.batch(tokens[chosen], step)
+    value, grad = jax.value_and_grad(loss)(params, batch)
+    updates, state = tx.update(grad, state, params)
+    params = optax.apply_updates(params, updates)
+    np.testing.assert_allclose(result.curves["O1"][LOSS][1, step], value, rtol=1e-4)
+  assert boost.batch(tokens[:4], 0).shape[1] < 65
 
 
 LOW, HIGH = [[3, 2, 1.0], [3, 2, 1.1], [3, 2, 0.9]], [[3, 2, 2.0], [3, 2, 2.1], [3, 2, 2.0]]
@@ -524,7 +699,8 @@ def test_an_interrupted_race_returns_the_seeds_that_all_methods_finished():
     interrupted_in(2 * 3 - 1)
 
 
-def test_methods_that_freeze_layers_train_one_seed_at_a_time():
+@pytest.mark.parametrize("vmap", [False, True])
+def test_methods_that_freeze_layers_train_one_seed_at_a_time(vmap):
   def network(params, batch):
     h = batch["x"] @ params["a"]["kernel"] @ params["b"]["kernel"]
     return jnp.mean((h[:, 0] - batch["y"]) ** 2)
@@ -538,11 +714,13 @@ def test_methods_that_freeze_layers_train_one_seed_at_a_time():
     lambda key: params,
     DATA,
     {"sgd": optax.sgd(0.05), "freeze_layers": frozen},
+    batch_size=8,
+    vmap_seeds=vmap,
     **{"steps": 6, "seeds": 2, "points": 6, "progress": False},
   )
   spent = result.spent["freeze_layers"]
   assert spent["gradient_evaluations"].tolist() == [1, 2, 3, 4, 5, 6]
-  assert np.isfinite(spent["seconds"]).all()
+  assert np.isnan(spent["seconds"]).all() == vmap
   losses = {name: curves[LOSS] for name, curves in result.curves.items()}
   np.testing.assert_allclose(losses["freeze_layers"][:, 0], losses["sgd"][:, 0], rtol=1e-6)
   assert not np.allclose(losses["freeze_layers"][:, -1], losses["sgd"][:, -1])
@@ -682,6 +860,7 @@ def metrics_that_change():
   ("changed", "error", "text"),
   [
     ({"transformations": {}}, TypeError, r"names to transformations, at least one; got \{\}"),
+    ({"transformations": {"O1": (optax.sgd(0.1), 3)}}, TypeError, r"\['O1'\]\[1\]` .*batch, step"),
     ({"transformations": {"sgd": optax.sgd}}, TypeError, r"\['sgd'\].* pass the factory instead"),
     ({"seeds": [1, 1]}, ValueError, r"`seeds` must be different numbers, .*; got \[1, 1\]"),
     ({"seeds": [0.5]}, TypeError, "`seeds` must be a whole number; got 0.5"),
@@ -743,4 +922,4 @@ def test_questions_about_unknown_names_are_refused(raced):
 
 def test_the_progress_bar_counts_the_parts(capsys):
   small({"sgd": optax.sgd(0.05)}, seeds=2, progress=True)
-  assert "3/3" in capsys.readouterr().err
+  assert "4/4" in capsys.readouterr().err
