@@ -132,8 +132,9 @@ def scale_by_lars_trust_ratio(
       is computed from the gradient before clipping. None: no clipping.
     clip_ratio: the learning rate :math:`\alpha` that follows in the chain, a number or a schedule:
       the ratio :math:`r` becomes :math:`\min(r / \alpha, 1)`. None: no change of the ratio.
-    exclude: the leaves that keep ratio 1, selected as in :func:`centralize`. ``"auto"``: leaves
-      named bias, scale, beta or gamma, and layers with at most one axis.
+    exclude: the leaves that keep ratio 1, selected as in :func:`centralize`; `weight_decay` acts on
+      them, too. ``"auto"``: leaves named bias, scale, beta or gamma, and layers with at most one
+      axis.
     weight_decay_mask: the leaves that are decayed, selected in the same ways as in `exclude`. None:
       all leaves, as in MXNet.
     layers: as in :func:`centralize`; each layer and expert gets its own ratio. Without `layers`, a
