@@ -1,5 +1,6 @@
 """The results of a run of the demo: a table of ratios, sentences and a picture."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from _transformer_training import Run
@@ -23,12 +24,16 @@ class Results(NamedTuple):
     before: the loss on the other text before fine-tuning.
     tuning: fine-tuning, by way.
     memory: bytes of a step on a large batch, at once and in micro-batches.
+    prices: the time of a step at each length, relative to the full one, as O1 measured it.
+    kept: the lengths that O1 trained on.
   """
 
   training: dict[str, Run]
   before: float
   tuning: dict[str, Run]
   memory: dict[str, int]
+  prices: dict[int, float]
+  kept: Sequence[int]
 
 
 def time_to(loss: float, losses: np.ndarray, times: np.ndarray) -> float | None:
@@ -62,6 +67,7 @@ def report(results: Results) -> str:
 _CODE = f"""In your code:
   O1                boost = optax_boost.auto_boost("O1", steps, sequence_length=length)
                     tx = boost.optimizer(adamw, loss_fn, params, batch)
+                    boost.measure(step.on_copy(state), batch)
                     step(state, boost.batch(batch, number))
   last half         optax_boost.freeze_layers(adamw, groups, optax_boost.fixed_freezing(2, 1))
   layer-wise decay  optax_boost.layerwise_decay(adamw, groups, 0.75)
@@ -104,17 +110,24 @@ def _ratio(value: float, base: float, unit: str, is_base: bool) -> str:
 def _sentences(results: Results) -> list[str]:
   plain, boosted = results.training[O0], results.training[O1]
   share, loss = speedup(results), plain.losses[-1]
+  *short, full = results.prices
+  priced = " and ".join(f"{results.prices[length]:.2f} on {length}" for length in short)
+  kept = ", ".join(map(str, results.kept))
+  first = f"Measured on this device, a step takes {priced} of its time on {full} characters: O1"
+  ends = f"\ntrained on sequences of {kept}."
+  first += "\nkept sequences whole, as O0 does." if len(results.kept) == 1 else ends
+  lines = [first]
   if share is None:
-    lines = [
+    lines += [
       f"O1 did not get to O0's loss of {loss:.3f}: it ended at {boosted.losses[-1]:.3f}, after"
       f" {boosted.seconds[-1] / plain.seconds[-1]:.2f} of O0's time."
     ]
   else:
-    lines = [
+    lines += [
       f"O1 got to O0's loss of {loss:.3f} in {share:.2f} of O0's time.",
-      f"By the clock, with compiling (O0: {plain.programs} program, O1: {boosted.programs}, all but"
-      f" the first beside the training),\nin {speedup(results, 'clock'):.2f}; a longer training"
-      " compiles no longer.",
+      f"By the clock, with compiling (O0: {plain.programs} program, O1: {boosted.programs}) and"
+      f" measuring, in {speedup(results, 'clock'):.2f}; a longer\ntraining takes no longer for"
+      " these.",
     ]
   every, half, decay = (results.tuning[name] for name in (ALL, HALF, DECAY))
   (_, whole), (name, parts) = results.memory.items()

@@ -1,7 +1,12 @@
-"""Texts that every Python brings, as characters: nothing is downloaded."""
+"""Texts as characters; nothing is downloaded.
+
+Plays of Shakespeare are the same on every machine. texts/ holds them as tiny Shakespeare does, a
+part of Karpathy's char-rnn. They are in the public domain. Texts of Python differ by its version.
+"""
 
 import ast
 from pathlib import Path
+import platform
 import pydoc_data.topics
 import sysconfig
 from typing import NamedTuple
@@ -23,28 +28,36 @@ class Text(NamedTuple):
   test: np.ndarray
 
 
+def plays() -> str:
+  """Coriolanus, Richard III and Richard II, one after the other."""
+  return _read("plays.txt")
+
+
+def comedy() -> str:
+  """The Taming of the Shrew."""
+  return _read("comedy.txt")
+
+
+def _read(name: str) -> str:
+  return (Path(__file__).parent / "texts" / name).read_text(encoding="utf-8")
+
+
+PYTHON = f"Python {platform.python_version()}"
+
+
 def language_reference() -> str:
   """Python's language reference: prose about the language."""
   return "\n".join(pydoc_data.topics.topics.values())
 
 
-def sources() -> list[str]:
-  """The modules of the standard library, in random order, so that parts of them are similar."""
-  paths = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
-  return _shuffled([path.read_text(encoding="utf-8") for path in paths])
-
-
 def docstrings() -> list[str]:
-  """The docstrings of the standard library, in random order."""
+  """The docstrings of the standard library, in random order, so that parts of them are similar."""
   found = []
   for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
     for node in ast.walk(ast.parse(path.read_bytes())):
       if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
         found.append(ast.get_docstring(node) or "")
-  return _shuffled([text for text in found if text])
-
-
-def _shuffled(texts: list[str]) -> list[str]:
+  texts = [text for text in found if text]
   return [texts[i] for i in np.random.default_rng(0).permutation(len(texts))]
 
 

@@ -18,8 +18,9 @@ class Run(NamedTuple):
 
   Attributes:
     seconds: of processor time that the steps took until each evaluation: the median time of a step
-      of each kind, added up. Steps beside which programs were compiled are not in the median.
-    clock: seconds by the clock until each evaluation, with compiling, without evaluating.
+      of each kind, added up, without compiling.
+    clock: seconds by the clock until each evaluation, with compiling and all else before the first
+      step, without evaluating.
     losses: on held-out text at these, in nats per character.
     programs: how many were compiled: one for each shape of a batch and number of frozen groups.
     memory: bytes that a step occupies at most.
@@ -71,7 +72,7 @@ def train(
   held_out: np.ndarray,
   points: Sequence[int],
   on_step: Callable[[], Any] = lambda: None,
-  later: Sequence[np.ndarray] = (),
+  prepare: Callable[[Any, Any], None] = lambda step, state: None,
 ) -> tuple[Any, Run]:
   """Trains from given params.
 
@@ -82,7 +83,7 @@ def train(
     held_out: windows to evaluate on.
     points: after which steps to evaluate.
     on_step: called after each step.
-    later: batches of shapes that come later, whose programs are compiled beside the training.
+    prepare: called with the step and the first state before the first batch is drawn.
 
   Returns:
     The trained params, and the run.
@@ -90,21 +91,20 @@ def train(
   evaluate(start, held_out).block_until_ready()  # compiles it
   begin, evaluating = time.perf_counter(), 0.0
   state = step.init(start)
-  compiled = step.compile_ahead(state, later)
+  prepare(step, state)
   kinds: list[Any] = []
   first: dict[Any, tuple[Any, np.ndarray]] = {}
-  alone: dict[Any, list[float]] = {}
+  times: dict[Any, list[float]] = {}
   clock, losses = [], []
   for number, batch in enumerate(batches, 1):
     kind = batch.shape, int(optax.tree.get(state.opt_state, "frozen_groups", 0))
     if kind not in first:
       first[kind] = jax.tree.map(jnp.copy, state), batch
     kinds.append(kind)
-    is_alone, start_time = compiled.done(), time.process_time()
+    start_time = time.process_time()
     state, metrics = step(state, batch)
     jax.block_until_ready((state, metrics))
-    if is_alone:
-      alone.setdefault(kind, []).append(time.process_time() - start_time)
+    times.setdefault(kind, []).append(time.process_time() - start_time)
     if number in points:
       now = time.perf_counter()
       clock.append(now - begin - evaluating)
@@ -113,8 +113,9 @@ def train(
     on_step()
 
   def seconds(kind: Any) -> float:
-    times = alone.get(kind, [])
-    return float(np.median(times)) if len(times) > 5 else step_seconds(step, *first[kind])
+    if len(times[kind]) > 5:
+      return float(np.median(times[kind]))
+    return step_seconds(step, *first[kind])
 
   cost = {kind: seconds(kind) for kind in first}
   spent = np.cumsum([cost[kind] for kind in kinds])

@@ -7,7 +7,7 @@ looked at. O0 sees as many characters in small batches as in large ones.
 import argparse
 import itertools
 
-from _demo_report import O0, O1
+from _demo_report import O1
 import _texts
 import _transformer
 import _transformer_training as training
@@ -16,7 +16,7 @@ import demo
 import optax_boost
 
 SEED = 100
-SIZES, RATES = (2, 4), (0.0015, 0.003, 0.006)
+SIZES, RATES = (2, 4), (0.003, 0.006, 0.012)
 TUNING_RATES = (0.003, 0.01, 0.03)
 
 
@@ -25,24 +25,26 @@ def main(arguments: list[str] | None = None) -> None:
   parser = argparse.ArgumentParser(description=__doc__.partition(":")[0])
   parser.parse_args(arguments)
   start = demo.initial_params(SEED)
-  text = _texts.split("\n".join(_texts.sources()))
+  text = _texts.split(_texts.plays())
   windows = demo.held_out(text.validation)
   for size, rate in itertools.product(SIZES, RATES):
     steps = demo.STEPS * demo.BATCH_SIZE // size
     feed = demo.batches(text.train, steps, SEED, size)
-    tx, feed, _ = demo.at_level(O0, start, feed, rate)
-    step = optax_boost.make_train_step(_transformer.loss_fn, tx)
+    step = optax_boost.make_train_step(_transformer.loss_fn, demo.optimizer(rate, steps))
     _, run = training.train(step, start, feed, windows, [steps])
     loss, seconds = run.losses[-1], run.seconds[-1]
     print(f"O0, batch {size}, rate {rate:g}: {loss:.3f} after {seconds:.1f} s", flush=True)
 
   feed = demo.batches(text.train, demo.STEPS, SEED)
-  tx, feed, _ = demo.at_level(O1, start, feed, demo.RATE)
-  step = optax_boost.make_train_step(_transformer.loss_fn, tx)
-  params, run = training.train(step, start, feed, windows, [demo.STEPS])
+  at = demo.at_level(O1, start, feed, demo.RATE)
+  step = optax_boost.make_train_step(_transformer.loss_fn, at.tx)
+  params, run = training.train(
+    step, start, at.batches(), windows, [demo.STEPS], prepare=lambda *of: at.prepare(*of, print)
+  )
+  print(at.boost.explain())
   print(f"O1: {run.losses[-1]:.3f} after {run.seconds[-1]:.1f} s", flush=True)
 
-  text = _texts.split(_texts.language_reference())
+  text = _texts.split(_texts.comedy())
   windows = demo.held_out(text.validation)
   feed = demo.batches(text.train, demo.TUNING_STEPS, SEED)
   for name, rate in itertools.product(demo.WAYS, TUNING_RATES):

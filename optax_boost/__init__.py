@@ -10,6 +10,7 @@ from optax_boost._form._apply_gradients import apply_gradients
 from optax_boost._foundation._full_gradient import full_gradient
 from optax_boost._foundation._path_mask import path_mask
 from optax_boost._foundation._warnings import NoEffectWarning
+from optax_boost._length_prices import length_prices
 from optax_boost._levels import AutoBoost, auto_boost
 from optax_boost._methods._adasum import adasum, adasum_reduce
 from optax_boost._methods._centralization import centralize
@@ -88,6 +89,7 @@ __all__ = [
   "layer_axes",
   "layer_groups",
   "layerwise_decay",
+  "length_prices",
   "make_train_step",
   "master_weights",
   "path_mask",

@@ -33,6 +33,10 @@ _MOST_LENGTHS = 5
 _LONG = 256
 _FACTOR, _FIRST_SHARE = 2, 8
 _LONG_FACTOR, _LONG_FIRST_SHARE = 4, 16
+# The largest price of a length that is kept. Schedules whose dearest length had the price 0.79
+# gained time on CPUs; one whose cheapest had 0.88 lost time, though its steps were cheaper, since
+# fewer steps at full length are left (docs/cards/sequence_lengths.md).
+HIGHEST_PRICE = 0.85
 # How a leaf of a batch is cut; the docstring of `cut_sequences` explains the values.
 LeafAxes: TypeAlias = int | tuple[int, int] | Literal["positions", "repeat", "keep"]
 _WORDS = ("positions", "repeat", "keep")
@@ -102,6 +106,7 @@ def sequence_length_warmup(
   factor: int | None = None,
   warmup_fraction: float = 0.5,
   growth: Literal["linear", "doubling"] = "linear",
+  length_prices: Mapping[Any, float] | None = None,
 ) -> LengthSchedule:
   r"""Makes a schedule of sequence lengths that grow by a factor until they are full.
 
@@ -128,13 +133,18 @@ def sequence_length_warmup(
       training cheaper, and leaves fewer steps to learn from long contexts: with 0.75, the last half
       of learned positions is trained too little.
     growth: ``"linear"`` or ``"doubling"``, with which sequences stay short for longer.
+    length_prices: the time of a step at each length, relative to the full one, as
+      :func:`length_prices` measures it; keys may be strings, as from JSON. A length is left out if
+      a step at this length takes more than 0.85 of the time of a full one; sequences stay whole if
+      all lengths are left out. Pass the same prices in each process, and to a resumed training.
+      None: all lengths are used, whatever a step takes.
 
   Returns:
     A :class:`LengthSchedule`, a function of the step alone, so a resumed training continues it.
 
   Raises:
-    ValueError: `first_length` doesn't divide `full_length` or is too small; or `full_length` has no
-      divisor that can be the first length.
+    ValueError: `first_length` doesn't divide `full_length` or is too small; `full_length` has no
+      divisor that can be the first length; or `length_prices` lacks a length.
 
   Examples:
     >>> import optax_boost
@@ -145,6 +155,9 @@ def sequence_length_warmup(
     32
     >>> optax_boost.sequence_length_warmup(1024, total_steps=1000).lengths
     (64, 256, 1024)
+    >>> prices = {64: 0.31, 256: 0.92}
+    >>> optax_boost.sequence_length_warmup(1024, 1000, length_prices=prices).lengths
+    (64, 1024)
 
   References:
     Li, Zhang & He, `arXiv:2108.06084 <https://arxiv.org/abs/2108.06084>`_; Zhu et al.,
@@ -177,6 +190,11 @@ def sequence_length_warmup(
   lengths = [first_length]
   while lengths[-1] < full_length:
     lengths.append(next((n for n in divisors if n >= factor * lengths[-1]), full_length))
+  if length_prices is not None:
+    lengths = _cheap_lengths(lengths, length_prices)
+    first_length = lengths[0]
+    if first_length == full_length:
+      return LengthSchedule((full_length,), (0,))
   scale = (lambda n: n) if growth == "linear" else math.log
   span = scale(full_length) - scale(first_length)
   shares = [warmup_fraction * (scale(n) - scale(first_length)) / span for n in lengths]
@@ -184,6 +202,28 @@ def sequence_length_warmup(
   # If several lengths would begin in one step of a short training, keep the last.
   kept = [i for i, start in enumerate(starts) if start not in starts[i + 1 :]]
   return LengthSchedule(tuple(lengths[i] for i in kept), tuple(starts[i] for i in kept))
+
+
+def _cheap_lengths(lengths: list[int], length_prices: Mapping[Any, float]) -> list[int]:
+  """Returns the lengths whose price is at most `HIGHEST_PRICE`, and the last, the full length."""
+  prices = read_prices(length_prices)
+  if not set(lengths[:-1]) <= set(prices):
+    raise ValueError(
+      f"`length_prices` must have a price for each length below the full one, {lengths[:-1]}; got"
+      f" {_checks.shorten(prices)}. `optax_boost.length_prices` measures them."
+    )
+  return [n for n in lengths[:-1] if prices[n] <= HIGHEST_PRICE] + lengths[-1:]
+
+
+def read_prices(length_prices: Mapping[Any, float]) -> dict[int, float]:
+  """Checks prices by length, and returns them with integers as keys, which JSON makes strings."""
+  words = "a dict from lengths to prices, as of `optax_boost.length_prices`"
+  _checks.check_type("length_prices", length_prices, Mapping, words)
+  for length, price in length_prices.items():
+    if not (_checks.is_integer(length) or (isinstance(length, str) and length.isdecimal())):
+      raise TypeError(f"`length_prices` must be {words}; got the key {_checks.shorten(length)}.")
+    _checks.check_number("length_prices", price, positive=True)
+  return {int(length): float(price) for length, price in length_prices.items()}
 
 
 def cut_sequences(

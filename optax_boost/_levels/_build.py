@@ -3,12 +3,13 @@
 from collections.abc import Callable, Mapping
 import dataclasses
 import functools
+import time
 from typing import Any
 
 import jax
 import optax
 
-from optax_boost import _sequences
+from optax_boost import _length_prices, _sequences
 from optax_boost._form import _compositions
 from optax_boost._foundation import _checks, _mesh_axes, _tree_checks, _types, _warnings
 from optax_boost._levels import _config, _decisions, _mindspore_methods, _short_sequences
@@ -94,6 +95,7 @@ class AutoBoost:
       cut = "no batch was cut: call `boost.batch(batch, step)` for each"
     return [
       f"sequences of {begins}",
+      _decisions.explain_prices(self.on[_decisions.SEQUENCES].get("length_prices"), schedule),
       cut,
       f"a loss that shifts sequences of {full} tokens itself loses the last target of each window;"
       f" sequences of {full + 1} lose none",
@@ -153,22 +155,58 @@ class AutoBoost:
     self.cut_batches += length < full
     return windows
 
-  def later_batches(self, batch: _types.Batch, step: int = 0) -> list[_types.Batch]:
-    """Returns a list: the batch, cut to each length that comes after the length of `step`.
+  def coming_batches(self, batch: _types.Batch, step: int = 0) -> list[_types.Batch]:
+    """Returns a list: the batch, cut to the length of `step` and to each length that comes later.
 
-    ``train_step.compile_ahead(state, boost.later_batches(batch))`` compiles the programs of these
-    lengths while the first length trains. The list is empty if :meth:`batch` cuts nothing;
-    :meth:`explain` doesn't count these batches.
+    ``train_step.compile_ahead(state, boost.coming_batches(batch))`` compiles the program of the
+    next step, and those of later lengths while the first length trains. The list has the batch
+    itself if :meth:`batch` cuts nothing; :meth:`explain` doesn't count these batches.
 
     Args:
       batch: a batch, as for :meth:`batch`; its values don't matter.
       step: the number of the next optimizer step.
     """
     if self.length_schedule is None:
-      return []
+      return [batch]
     lengths, full = self.length_schedule.lengths, self.length_schedule.full_length
-    later = lengths[lengths.index(self.length_schedule(step)) + 1 :]
-    return [_sequences.cut(batch, length, full, self.axes, reads_values=False) for length in later]
+    coming = lengths[lengths.index(self.length_schedule(step)) :]
+    return [_sequences.cut(batch, length, full, self.axes, reads_values=False) for length in coming]
+
+  def measure(
+    self,
+    step: Callable[[_types.Batch], Any],
+    batch: _types.Batch,
+    *,
+    rounds: int = 5,
+    clock: Callable[[], float] = time.perf_counter,
+  ) -> dict[int, float]:
+    """Times a step at each length of a level for tokens, and drops lengths that save no time.
+
+    A length is dropped if a step at this length takes more than 0.85 of the time of one on whole
+    sequences, as :func:`length_prices` measures it. If all lengths are dropped, the level is
+    ``"O0"``. Call this method before the training; :meth:`explain` then shows the prices.
+
+    Args:
+      step: a function that makes a step on a copy of the training's state: ``step.on_copy(state)``,
+        or for NNX ``step.on_copy(model, optimizer)``.
+      batch: a batch of full sequences, as for :meth:`batch`.
+      rounds: how often each length is timed, as for :func:`length_prices`.
+      clock: a function that returns the time in seconds.
+
+    Returns:
+      The prices, for the argument `length_prices` of :func:`auto_boost` in a resumed training. The
+      dict is empty, and nothing is timed, if the level cuts no sequences.
+    """
+    warmup = self.on.get(_decisions.SEQUENCES)
+    if warmup is None:
+      return {}
+    schedule = _sequences.sequence_length_warmup(**warmup | {"length_prices": None})
+    prices = _length_prices.length_prices(
+      step, batch, schedule, axes=self.axes, rounds=rounds, clock=clock
+    )
+    warmup["length_prices"] = prices
+    self.length_schedule = _sequences.sequence_length_warmup(**warmup)
+    return prices
 
   def _prepare_sequences(
     self,
@@ -178,6 +216,8 @@ class AutoBoost:
     args: tuple[Any, ...],
   ) -> None:
     """Checks the loss on sequences cut short, and chooses from which step on they stay whole."""
+    if len(schedule.lengths) == 1:
+      return
     tables, effect = None, "the loss of windows was not tried: the optimizer got no batch"
     if loss is not None and params is not None:
       if _short_sequences.check_first_windows(loss, params, args, schedule, self.axes):
@@ -305,6 +345,7 @@ def auto_boost(
   *,
   sequence_length: int | None = None,
   axes: Mapping[str, _sequences.LeafAxes] | None = None,
+  length_prices: Mapping[Any, float] | None = None,
   axis_name: _types.AxisName | None = None,
   local_axis_name: _types.AxisName | None = None,
   config: _config.Config = None,
@@ -328,6 +369,9 @@ def auto_boost(
     sequence_length: the number of tokens of a full sequence that the loss predicts, as for
       :func:`cut_sequences`, for a model of tokens. None: a level for images.
     axes: how to cut leaves of a batch that aren't cut along axis 1, as for :func:`cut_sequences`.
+    length_prices: what :meth:`AutoBoost.measure` or :func:`length_prices` returned: lengths at
+      which a step takes more than 0.85 of the time of a full one are left out. Pass the prices of a
+      training to its resumed runs. None: all lengths are used, until :meth:`AutoBoost.measure`.
     axis_name: the named axis of `adasum`, as for :func:`adasum`. None: one replica.
     local_axis_name: an axis over the devices of a server, averaged first. None: no such axis.
     config: MindSpore's ``boost_config_dict``, word for word, as a dict, a path of a JSON file, or
@@ -342,7 +386,8 @@ def auto_boost(
 
   Raises:
     ValueError: a level, or a block or key of the `config`, is unknown; a value is not allowed;
-      `axes` are given without `sequence_length`, or `sequence_length` with a `config`.
+      `axes` or `length_prices` are given without `sequence_length`, or `sequence_length` with a
+      `config`.
 
   Examples:
     >>> import jax.numpy as jnp, optax, optax_boost
@@ -371,8 +416,11 @@ def auto_boost(
   if sequence_length is not None:
     _checks.check_whole_number("sequence_length", sequence_length, static=True)
   _sequences.match_axes(axes, [])
-  if axes is not None and sequence_length is None:
-    raise ValueError(f"`axes` must be None without `sequence_length`; got {_checks.shorten(axes)}.")
+  for argument, value in {"axes": axes, "length_prices": length_prices}.items():
+    if value is not None and sequence_length is None:
+      raise ValueError(
+        f"`{argument}` must be None without `sequence_length`; got {_checks.shorten(value)}."
+      )
   _checks.as_key("key", key)
   if config is None:
     title = f"level {level} for images; for tokens pass `sequence_length`"
@@ -381,6 +429,8 @@ def auto_boost(
     elif sequence_length is not None:
       title = f"level {level} for tokens, sequences of {sequence_length}"
     decision = _decisions.decide_level(level, total_steps, sequence_length, mesh_axes)
+    if length_prices is not None and _decisions.SEQUENCES in decision[0]:
+      decision[0][_decisions.SEQUENCES]["length_prices"] = _sequences.read_prices(length_prices)
     return AutoBoost(title, level, *decision, key=key, axes=axes)
   values = _config.read_config(config)
   if sequence_length is not None:

@@ -1,8 +1,9 @@
 """Decides which methods are on: by one of our levels, or by MindSpore's rules."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeAlias
 
+from optax_boost import _sequences
 from optax_boost._levels import _config
 
 METHODS = tuple(_config.SCHEMA["boost"])[1:]
@@ -96,6 +97,25 @@ def warmup_fraction(level: str, tables: list[str] | None) -> tuple[float, str]:
   else:
     return _LONG_WARMUP_FRACTION, "no positions are learned"
   return _WARMUP_FRACTION, f"as at O1: {reason}"
+
+
+def explain_prices(prices: Mapping[int, float] | None, schedule: _sequences.LengthSchedule) -> str:
+  """Returns a line about the measured prices of lengths, and which lengths they leave out."""
+  full = schedule.full_length
+  if prices is None:
+    return (
+      "what a step on short sequences costs on this device is not known:"
+      " `boost.measure(step.on_copy(state), batch)` measures it"
+    )
+  short = {length: price for length, price in prices.items() if length != full}
+  listed = ", ".join(f"{price:.2f} at {length}" for length, price in short.items())
+  dear = [str(length) for length, price in short.items() if price > _sequences.HIGHEST_PRICE]
+  decision = "all are kept"
+  if len(schedule.lengths) == 1:
+    decision = "none saves time, so sequences stay whole"
+  elif dear:
+    decision = f"{' and '.join(dear)} left out, above {_sequences.HIGHEST_PRICE}"
+  return f"measured, a step takes {listed} of the time of one at {full}: {decision}"
 
 
 def decide_config(level: str, config: _config.Blocks, axes: dict[str, Any]) -> Decision:

@@ -19,7 +19,10 @@ It knows no method by name: the class of a method's state declares what the meth
   _step                    ``make_train_step``, and the jitted step that it returns
 """
 
-from optax_boost._train_step._background_compilation import compile_programs as compile_programs
+from optax_boost._train_step._background_compilation import (
+  Report as Report,
+  compile_for as compile_for,
+)
 from optax_boost._train_step._frozen_depth import DepthReader as DepthReader
 from optax_boost._train_step._metrics import flatten_metrics as flatten_metrics
 from optax_boost._train_step._state_placement import (

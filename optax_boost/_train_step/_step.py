@@ -1,6 +1,6 @@
 """``make_train_step``, and :class:`TrainStep`, the jitted train step that it returns."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 import concurrent.futures
 import functools
 from typing import Any
@@ -148,36 +148,74 @@ class TrainStep:
     state: _train_state.TrainState,
     batches: Iterable[_types.Batch],
     rng: jax.Array | None = None,
+    *,
+    report: _background_compilation.Report | None = None,
   ) -> concurrent.futures.Future[None]:
-    """Compiles the step in the background for batches of other shapes, while training goes on.
+    """Compiles the step in the background for batches of several shapes, while training goes on.
 
     JAX compiles a program for each shape of a batch. This method traces the programs and returns; a
-    thread then compiles them in order. If a step needs a program that is not ready, the step waits.
-    The programs freeze as many layers as a step with `state` does.
+    thread meanwhile compiles them one after the other. If a step needs a program that is not ready,
+    the step waits. The programs freeze as many layers as a step with `state` does.
 
     Args:
       state: the state of the next step; it is read, not donated.
-      batches: a batch of each shape, as for a step; batches may be abstract.
+      batches: a list with a batch of each shape, as for a step, in the order in which the training
+        needs them. Before the first step, begin with its batch: else its program is compiled beside
+        the others, and is ready later. Batches may be abstract.
       rng: a key, if the step is called with a key.
+      report: a function, such as ``print``, that the thread calls with a line of text when it
+        begins to compile a program.
 
     Returns:
       A future that is done when all programs are compiled. Its ``result()`` raises an error if XLA
       failed.
 
+    Raises:
+      TypeError: `batches` is a single batch.
+
     Examples:
       >>> import jax, jax.numpy as jnp, optax, optax_boost
       >>> step = optax_boost.make_train_step(lambda w, x: jnp.mean((x @ w) ** 2), optax.sgd(0.1))
       >>> state = step.init(jnp.ones(3))
-      >>> compiled = step.compile_ahead(state, [jnp.ones((8, 3))])
-      >>> state, _ = step(state, jnp.ones((4, 3)))
+      >>> compiled = step.compile_ahead(state, [jnp.ones((4, 3)), jnp.ones((8, 3))])
+      >>> state, _ = step(state, jnp.ones((4, 3)))  # waits for the first program only
       >>> compiled.result()
       >>> state, _ = step(state, jnp.ones((8, 3)))  # compiles nothing
     """
-    batches = list(batches)
-    state = _state_placement.commit_like(state, (batches, rng))
-    return _background_compilation.compile_programs(
-      [self.lower(state, batch, rng) for batch in batches]
-    )
+
+    def lower(batch: _types.Batch) -> jax.stages.Lowered:
+      return self.lower(_state_placement.commit_like(state, (batch, rng)), batch, rng)
+
+    return _background_compilation.compile_for(batches, lower, report)
+
+  def on_copy(
+    self, state: _train_state.TrainState, rng: jax.Array | None = None
+  ) -> Callable[[_types.Batch], tuple[_train_state.TrainState, _types.Metrics]]:
+    """Returns a function of a batch that makes steps like this one on a copy of `state`.
+
+    With it, :func:`length_prices` and :meth:`AutoBoost.measure` time steps before a training. The
+    function has a state of its own, so calls train the copy on.
+
+    Args:
+      state: the state of the next step, which is copied, and not donated.
+      rng: a key, if the step is called with a key.
+
+    Examples:
+      >>> import jax.numpy as jnp, optax, optax_boost
+      >>> step = optax_boost.make_train_step(lambda w, x: jnp.mean((x @ w) ** 2), optax.sgd(0.1))
+      >>> state = step.init(jnp.ones(3))
+      >>> copy, _ = step.on_copy(state)(jnp.eye(3))
+      >>> int(copy.step), int(state.step)
+      (1, 0)
+    """
+    copy = jax.tree.map(jnp.copy, state)
+
+    def step(batch: _types.Batch) -> tuple[_train_state.TrainState, _types.Metrics]:
+      nonlocal copy
+      copy, metrics = self(copy, batch, rng)
+      return copy, metrics
+
+    return step
 
   def lower(
     self, state: _train_state.TrainState, batch: _types.Batch, rng: jax.Array | None = None

@@ -113,10 +113,21 @@ class TrainStep:
     optimizer: nnx.Optimizer,
     batches: Iterable[_types.Batch],
     rng: Rng | None = None,
+    *,
+    report: _train_step.Report | None = None,
   ) -> concurrent.futures.Future[None]:
-    """Compiles the step for other batches, like :meth:`optax_boost.TrainStep.compile_ahead`."""
-    programs = [self.lower(model, optimizer, batch, rng) for batch in batches]
-    return _train_step.compile_programs(programs)
+    """Compiles the step for several batches, like :meth:`optax_boost.TrainStep.compile_ahead`."""
+    return _train_step.compile_for(
+      batches, lambda batch: self.lower(model, optimizer, batch, rng), report
+    )
+
+  def on_copy(
+    self, model: _model.Model, optimizer: nnx.Optimizer, rng: Rng | None = None
+  ) -> Callable[[_types.Batch], _types.Metrics]:
+    """Returns a function that makes steps on copies, like :meth:`optax_boost.TrainStep.on_copy`."""
+    rngs, key = _split_rng(rng)
+    model, optimizer, rngs = nnx.clone((model, optimizer, rngs))
+    return lambda batch: self(model, optimizer, batch, *(rngs or (key,)))
 
   def lower(
     self,
@@ -323,11 +334,11 @@ def make_train_step(loss_fn: _types.LossFn, *_optimizers: Any, **options: Any) -
     draws of one forward pass.
     The step donates the old arrays of model and optimizer if its last call made them and nothing
     else refers to them. It copies arrays that a clone, another model or a variable of yours holds.
-    ``step.refresh(model, optimizer, batches)``, ``step.lower(model, optimizer, batch)`` and
-    ``step.compile_ahead(model, optimizer, batches)`` do what they do in
-    :class:`optax_boost.TrainStep`. One step can train any number of models, in turns or in several
-    threads, but two threads must not train the same model. Values and structure of model and
-    optimizer may change between steps.
+    ``step.refresh(model, optimizer, batches)``, ``step.lower(model, optimizer, batch)``,
+    ``step.compile_ahead(model, optimizer, batches)`` and ``step.on_copy(model, optimizer)`` do what
+    they do in :class:`optax_boost.TrainStep`. One step can train any number of models, in turns or
+    in several threads, but two threads must not train the same model. Values and structure of model
+    and optimizer may change between steps.
 
   Raises:
     TypeError: an argument is of the wrong kind; or, when traced, the loss returns neither a scalar

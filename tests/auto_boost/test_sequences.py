@@ -1,6 +1,7 @@
 """Levels for tokens: the batches that they cut, what they leave off, and what they refuse."""
 
 import functools
+import json
 import math
 import pickle
 import re
@@ -157,14 +158,110 @@ def test_o2_is_o1_without_a_loss():
   assert "as at O1: the optimizer got no loss" in rows_of(boost)["sequence_length_warmup"]
 
 
-def test_later_batches_are_those_of_the_lengths_to_come():
+def test_coming_batches_are_those_of_the_next_step_and_of_the_lengths_to_come():
   boost = declared()
   for step in (0, boost.length_schedule.starts[2], STEPS):
-    shapes = [batch["tokens"].shape for batch in boost.later_batches(BATCH, step)]
-    later = [n for n in boost.length_schedule.lengths if n > boost.length_schedule(step)]
-    assert shapes == [(64 // n, n + 1) for n in later]
-  assert declared("O0").later_batches(BATCH) == []
+    shapes = [batch["tokens"].shape for batch in boost.coming_batches(BATCH, step)]
+    coming = [n for n in boost.length_schedule.lengths if n >= boost.length_schedule(step)]
+    assert shapes == [(64 // n, n + 1) for n in coming]
+  assert [batch is BATCH for batch in declared("O0").coming_batches(BATCH)] == [True]
   assert boost.batches == 0  # they are not counted as trained on
+
+
+class Device:
+  """Steps that take a time by their length, and a clock that shows it."""
+
+  def __init__(self, seconds):
+    self.seconds, self.now = seconds, 0.0
+
+  def step(self, batch):
+    self.now += self.seconds[batch["tokens"].shape[1] - 1]
+    return jnp.zeros(())
+
+  def clock(self):
+    return self.now
+
+
+def measured(level, *seconds):
+  """A level on a device where steps at the lengths 2, 4, 8 and 16 take these seconds."""
+  boost, device = declared(level), Device(dict(zip((2, 4, 8, 16), seconds, strict=True)))
+  boost.optimizer(optax.adamw(1e-3), models.loss, models.init(), BATCH)
+  return boost, boost.measure(device.step, BATCH, clock=device.clock)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_level_is_o0_on_a_device_where_a_step_takes_the_same_time_at_each_length(level):
+  boost, prices = measured(level, 0.033, 0.032, 0.032, 0.033)
+  assert min(prices.values()) > 0.95
+  assert all(boost.batch(BATCH, step) is BATCH for step in range(STEPS))
+  assert [batch is BATCH for batch in boost.coming_batches(BATCH)] == [True]
+  row = rows_of(boost)["sequence_length_warmup"]
+  assert row.startswith("off")
+  assert "a step takes 1.00 at 2, 0.97 at 4, 0.97 at 8 of the time of one at 16: none" in row
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_level_keeps_all_lengths_where_steps_cost_what_they_did_on_two_cores(level):
+  boost, _ = measured(level, 0.68, 0.71, 0.79, 1.0)  # docs/cards/sequence_lengths.md
+  unmeasured = declared(level)
+  unmeasured.optimizer(optax.adamw(1e-3), models.loss, models.init(), BATCH)
+  assert boost.length_schedule == unmeasured.length_schedule
+  assert "of the time of one at 16: all are kept" in rows_of(boost)["sequence_length_warmup"]
+  assert "is not known" in rows_of(unmeasured)["sequence_length_warmup"]
+
+
+def test_a_resumed_run_decides_by_the_prices_that_were_saved():
+  for seconds in ((0.2, 0.3, 0.9, 1.0), (1.0, 1.0, 1.0, 1.0), (0.9, 0.3, 0.5, 1.0)):
+    boost, prices = measured("O2", *seconds)
+    resumed = declared("O2", length_prices=json.loads(json.dumps(prices)))
+    assert resumed.on["sequence_length_warmup"]["length_prices"] == prices
+    resumed.optimizer(optax.adamw(1e-3), models.loss, models.init(), BATCH)
+    assert resumed.length_schedule == boost.length_schedule
+    assert boost.explain().count("measured, a step takes") == 1
+    if len(boost.length_schedule.lengths) > 1:
+      assert rows_of(resumed) == rows_of(boost)
+  assert boost.length_schedule.lengths == (4, 8, 16)
+  assert "2 left out, above 0.85" in rows_of(boost)["sequence_length_warmup"]
+
+
+def test_prices_are_measured_of_all_lengths_again_and_the_last_decide():
+  boost, _ = measured("O1", 1.0, 1.0, 1.0, 1.0)
+  device = Device({2: 0.1, 4: 0.2, 8: 0.5, 16: 1.0})
+  assert list(boost.measure(device.step, BATCH, clock=device.clock)) == [2, 4, 8, 16]
+  assert boost.length_schedule == declared().length_schedule
+
+
+@pytest.mark.parametrize("boost", [declared("O0"), optax_boost.auto_boost("O1", STEPS)])
+def test_a_level_that_cuts_no_sequences_measures_nothing(boost):
+  assert boost.measure(None, BATCH) == {}
+  assert boost.batch(BATCH, 0) is BATCH
+
+
+def test_plain_training_takes_prices_and_ignores_them():
+  boost = declared("O0", length_prices={2: 0.1, 4: 0.2, 8: 0.5})
+  assert boost.batch(BATCH, 0) is BATCH
+  with pytest.raises(ValueError, match="`length_prices` must be None without `sequence_length`"):
+    optax_boost.auto_boost("O1", STEPS, length_prices={2: 0.1})
+
+
+@pytest.mark.parametrize("form", ["jax", "nnx"])
+def test_a_level_measures_the_steps_of_a_training_and_leaves_the_training_alone(form):
+  boost, adam = declared(), optax.adamw(1e-3)
+  if form == "jax":
+    step = optax_boost.make_train_step(models.loss, adam)
+    state = step.init(models.init())
+    prices = boost.measure(step.on_copy(state), BATCH, rounds=1)
+    assert int(step(state, boost.batch(BATCH, 0))[0].step) == 1
+  else:
+    model = models.NnxModel(nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, adam, wrt=nnx.Param)
+    before = jax.tree.map(np.array, nnx.state(model))
+    step = optax_boost.nnx.make_train_step(models.nnx_loss)
+    prices = boost.measure(step.on_copy(model, optimizer), BATCH, rounds=1)
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(model), before)
+    assert int(optimizer.step[...]) == 0
+  assert list(prices) == [2, 4, 8, 16]
+  assert set(boost.length_schedule.lengths) <= set(prices)
 
 
 def test_a_model_that_is_not_declared_gets_a_level_for_images_whatever_its_loss_looks_up():

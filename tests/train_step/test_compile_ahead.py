@@ -1,5 +1,8 @@
 """Programs compiled in the background are those that the steps call."""
 
+import threading
+from typing import NamedTuple
+
 from flax import linen as nn, nnx
 import jax
 import jax.numpy as jnp
@@ -8,6 +11,7 @@ import optax
 import pytest
 
 import optax_boost
+from optax_boost import _train_step
 import optax_boost.linen
 import optax_boost.nnx
 from tests import compilations
@@ -96,6 +100,85 @@ def test_batches_may_be_abstract():
   compile_ahead(shapes).result()
   _, compiled = compilations.counted(lambda: jax.block_until_ready(list(map(train, batches()))))
   assert compiled == 0
+
+
+def test_a_program_is_ready_before_the_next_is_traced_and_each_is_reported():
+  ready, lines = [threading.Event() for _ in SIZES], []
+
+  class Program:
+    def __init__(self, number):
+      self.number = number
+
+    def compile(self):
+      assert len(lines) == self.number + 1
+      ready[self.number].set()
+
+  def lower(batch):
+    number = SIZES.index(len(batch))
+    # The timeout keeps a failing test from hanging.
+    assert all(event.wait(60) for event in ready[:number])
+    return Program(number)
+
+  _train_step.compile_for(batches(), lower, lines.append).result()
+  assert lines == [
+    f"compiling the train step, program {i} of 3: float32[{size}, 3]"
+    for i, size in enumerate(SIZES, 1)
+  ]
+
+
+def test_the_first_step_calls_the_program_that_was_begun_for_it():
+  compile_ahead, train = plain()
+  _, compiled = compilations.counted(
+    lambda: (compile_ahead(batches()), train(batches()[0]))[0].result()
+  )
+  _, train_alone = plain()
+  alone = compilations.count(lambda: list(map(train_alone, batches())))
+  assert compiled == alone
+
+
+def test_an_error_of_the_thread_comes_with_the_result():
+  class Program:
+    def compile(self):
+      raise RuntimeError("no memory")
+
+  with pytest.raises(RuntimeError, match="no memory"):
+    _train_step.compile_for(batches(), lambda _: Program()).result()
+
+
+class Pair(NamedTuple):
+  x: np.ndarray
+  y: np.ndarray
+
+
+@pytest.mark.parametrize(
+  ("batch", "shapes"),
+  [
+    (np.ones((4, 3), np.float32), r"float32\[4, 3\]"),
+    ({"x": np.ones((4, 3)), "y": np.ones(4)}, r"float64\[4, 3\], float64\[4\]"),
+    (Pair(np.ones((4, 3)), np.ones(4)), r"float64\[4, 3\], float64\[4\]"),
+    (jax.ShapeDtypeStruct((4, 3), jnp.float32), r"float32\[4, 3\]"),
+    (4, "4"),
+  ],
+)
+@pytest.mark.parametrize("make", [plain, nnx_model])
+def test_a_batch_in_the_place_of_a_list_is_refused(make, batch, shapes):
+  compile_ahead, _ = make()
+  with pytest.raises(TypeError, match=rf"must be a list of batches.*{shapes}.*\[batch\]"):
+    compile_ahead(batch)
+
+
+def test_a_tuple_that_may_be_a_batch_fails_with_a_note():
+  def loss_fn(w, batch):
+    x, y = batch
+    return jnp.mean((x @ w - y) ** 2)
+
+  step = optax_boost.make_train_step(loss_fn, optax.sgd(0.1))
+  batch = np.ones((4, 3), np.float32), np.ones(4, np.float32)
+  with pytest.raises(ValueError, match="too many values to unpack") as error:
+    step.compile_ahead(step.init(jnp.ones(3)), batch)
+  assert error.value.__notes__[-1:] == [
+    "If `batches` is a single batch, pass a list: `compile_ahead(..., [batch])`."
+  ]
 
 
 def test_an_error_of_the_trace_comes_at_once_and_the_state_lives():
