@@ -190,8 +190,8 @@ def work(plan: Plan) -> tuple[Figure, Path]:
   if not plan.tune:
     chosen, minutes = f"at a rate of {RATE:g} for all", "three"
   print(
-    "A small transformer learns Python's language reference, then is fine-tuned to the docstrings"
-    f"\nof the standard library in {len(WAYS)} ways, {chosen}. About"
+    f"A small transformer learns the language reference of {_texts.PYTHON}, then is fine-tuned to"
+    f"\nthe docstrings of its library in {len(WAYS)} ways, {chosen}. About"
     f" {minutes} minutes\non two CPU cores; nothing is downloaded.",
     flush=True,
   )

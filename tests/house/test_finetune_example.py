@@ -1,6 +1,7 @@
 """The fine-tuning example runs each of its ways, and draws what it found."""
 
 import pathlib
+import platform
 
 import numpy as np
 import pytest
@@ -32,6 +33,7 @@ def test_every_way_trains_and_the_table_and_picture_show_it(example, tmp_path, c
   arguments = ["--steps=8", "--base-steps=8", "--seeds=1", f"--out={out}"]
   assert example.main(arguments) == 0
   printed = capsys.readouterr().out
+  assert f"the language reference of Python {platform.python_version()}, " in printed
   assert "About three minutes" in printed
   before = float(printed.split("Before fine-tuning: ")[1].split()[0])
   rows = [line.split("|") for line in printed.splitlines() if "±" in line]
