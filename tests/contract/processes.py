@@ -92,6 +92,22 @@ def check_files(folder: pathlib.Path) -> None:
   check(loaded, jax.tree.map(np.asarray, model.params))
 
 
+def check_prices(number: int) -> None:
+  """Both processes get the prices of the first, though their clocks differ."""
+  step = optax_boost.make_train_step(lambda w, x: jnp.mean((w * x) ** 2), optax.sgd(0.1))
+  state = step.init(place(np.float32(1.0), P()))
+  ticks = np.cumsum(np.random.default_rng(number).uniform(0.1, 1, 100)).tolist()
+  prices = optax_boost.length_prices(
+    step.on_copy(state),
+    place(BATCH, P("x")),
+    optax_boost.sequence_length_warmup(16, 100),
+    clock=functools.partial(next, iter(ticks)),
+  )
+  first, second = multihost_utils.process_allgather(np.array(list(prices.values())))
+  np.testing.assert_array_equal(first, second)
+  assert len(set(first.tolist())) == 4
+
+
 def main() -> None:
   """Joins the other process and runs the rows."""
   port, number, *names = sys.argv[1:]
@@ -100,6 +116,7 @@ def main() -> None:
   # It makes arrays as it is imported, for which JAX must know of all devices.
   from tests.contract import registry
 
+  check_prices(int(number))
   with tempfile.TemporaryDirectory() as folder:
     check_files(pathlib.Path(folder))
   for row in registry.ROWS:
