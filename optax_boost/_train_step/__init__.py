@@ -4,6 +4,7 @@ It knows no method by name: the class of a method's state declares what the meth
 (:mod:`optax_boost._form._protocol`). The modules, each of which imports only modules above it:
 
   _loss_output             brings the outputs of a loss into one form
+  _replaced_values         finds the values that the gradient replaces, as in Flax's fp8 layers
   _traced_loss             the loss as a jaxpr, which is traced only if it is needed
   _state_requests          the loss scale and the frozen layers that the optimizer state asks for
   _objective               the loss and its gradient as functions of the params
@@ -25,6 +26,7 @@ from optax_boost._train_step._background_compilation import (
 )
 from optax_boost._train_step._frozen_depth import DepthReader as DepthReader
 from optax_boost._train_step._metrics import flatten_metrics as flatten_metrics
+from optax_boost._train_step._replaced_values import REPLACED_VALUES as REPLACED_VALUES
 from optax_boost._train_step._state_placement import (
   canonicalize_state as canonicalize_state,
   placement as placement,

@@ -9,9 +9,12 @@ import optax
 
 from optax_boost._foundation import _paths, _trees, _types, _warnings
 from optax_boost._trace import _layer_groups
+from optax_boost._train_step._replaced_values import REPLACED_VALUES
 
 # Linen's collections, whose names may come first in the paths of params and statistics.
 _COLLECTIONS = (["params"], ["batch_stats"])
+# The group of what is never frozen.
+NEVER_FROZEN = np.iinfo(np.int32).max
 
 
 def hold_statistics(
@@ -36,9 +39,7 @@ def hold_statistics(
   old_leaves = {path: (number, leaf) for number, (path, leaf) in numbered}
   if not old_leaves:
     return after
-  modules: dict[str, np.ndarray] = {}
-  for module, group in zip(_module_paths(params), groups, strict=True):
-    modules[module] = np.maximum(modules.get(module, 0), np.ravel(group))
+  modules = _groups_of_modules(params, groups)
   axes = find_axes() if any(group.size > 1 for group in modules.values()) else {}
 
   def keep(new: jax.Array, path: str, module: str) -> jax.Array:
@@ -47,18 +48,17 @@ def hold_statistics(
     number, old = old_leaves[path]
     if jnp.shape(old) != jnp.shape(new):
       return new
-    group, axis = modules[module], axes.get(number)
-    if axis is None or group.size != new.shape[axis]:
-      return _layer_groups.select_frozen(depth, int(np.max(group)), old, new)
-    along = [-1 if i == axis else 1 for i in range(new.ndim)]
-    return _layer_groups.select_frozen(depth, group.reshape(along), old, new)
+    group = _along(axes.get(number), modules[module], new)
+    return _layer_groups.select_frozen(depth, group, old, new)
 
   leaves = jax.tree.leaves(after)
   paths, new_modules = _paths.leaf_paths(after), _module_paths(after)
   # An array that the loss returns unchanged, such as an adapter's base weight, is not a statistic.
   old_ids = {id(leaf) for _, leaf in old_leaves.values()}
   statistics = [
-    path for path, x in zip(paths, leaves, strict=True) if _is_inexact(x) and id(x) not in old_ids
+    path
+    for path, x in zip(paths, leaves, strict=True)
+    if _is_inexact(x) and id(x) not in old_ids and not path.startswith(REPLACED_VALUES)
   ]
   if statistics and not modules.keys() & new_modules:
     _warnings.warn_no_effect(
@@ -68,6 +68,49 @@ def hold_statistics(
       statistics,
     )
   return _trees.map_with(keep, after, paths, new_modules)
+
+
+def groups_of_values(
+  values: Mapping[_types.KeyPath, jax.Array],
+  params: optax.Params,
+  groups: Sequence[_layer_groups.GroupNumber],
+  find_axes: Callable[[], Mapping[int, int]],
+) -> list[_layer_groups.GroupNumber]:
+  """Returns the groups of `values`, entries of a model state by path, which the gradient replaces.
+
+  A value belongs to the innermost module around it that has params. The other arguments are those
+  of :func:`hold_statistics`.
+  """
+  modules = _groups_of_modules(params, groups)
+  is_stacked = bool(values) and any(group.size > 1 for group in modules.values())
+  axes = find_axes() if is_stacked else {}
+
+  def group_of(number: int, path: _types.KeyPath) -> _layer_groups.GroupNumber:
+    module = jax.tree_util.keystr(path[1:-1], simple=True, separator="/")
+    while module and module not in modules:
+      module = module.rpartition("/")[0]
+    if module not in modules:
+      return NEVER_FROZEN
+    return _along(axes.get(number), modules[module], values[path])
+
+  return [group_of(number, path) for number, path in enumerate(values)]
+
+
+def _groups_of_modules(
+  params: optax.Params, groups: Sequence[_layer_groups.GroupNumber]
+) -> dict[str, np.ndarray]:
+  """Returns the last group in which each module has params: a number, or one for each layer."""
+  modules: dict[str, np.ndarray] = {}
+  for module, group in zip(_module_paths(params), groups, strict=True):
+    modules[module] = np.maximum(modules.get(module, 0), np.ravel(group))
+  return modules
+
+
+def _along(axis: int | None, group: np.ndarray, array: jax.Array) -> _layer_groups.GroupNumber:
+  """Returns the group of an array whose layers are stacked along `axis` (None: is one layer's)."""
+  if axis is None or group.size != array.shape[axis]:
+    return int(np.max(group))
+  return group.reshape([-1 if i == axis else 1 for i in range(array.ndim)])
 
 
 def _is_inexact(x: _types.Unchecked) -> bool:

@@ -1,6 +1,6 @@
 """The loss of one step and its gradient, as functions of the params."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 import dataclasses
 from typing import Any, TypeAlias
 
@@ -10,11 +10,11 @@ import numpy as np
 import optax
 
 from optax_boost._foundation import _extra_args, _masks, _types
-from optax_boost._trace import _frozen_scans
-from optax_boost._train_step import _state_requests, _traced_loss
+from optax_boost._trace import _frozen_scans, _layer_groups
+from optax_boost._train_step import _replaced_values, _state_requests, _traced_loss
 
-# A function from params to ``(loss, aux)``.
-LossWithAux: TypeAlias = Callable[[optax.Params], tuple[_types.FloatScalar, Any]]
+# A function from ``(params, values)`` to ``(loss, aux)``, where the gradient replaces the values.
+LossWithAux: TypeAlias = Callable[[_traced_loss.Differentiated], tuple[_types.FloatScalar, Any]]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -22,8 +22,11 @@ class Objective:
   """The loss of a step and its gradient, with loss scale and frozen layers.
 
   Attributes:
-    loss: a function from params to ``(loss, aux)``: the user's loss, or the jaxpr traced from it.
+    loss: a function from ``(params, values)`` to ``(loss, aux)``: the user's loss, or the jaxpr
+      traced from it.
     traced: the loss as a jaxpr, which is used if only some of the layers in a leaf are frozen.
+    values: the values that the gradient replaces (:mod:`optax_boost._train_step._replaced_values`).
+    value_groups: the group of the layer of each value.
     scaling: the loss scale, or None.
     freezing: the frozen layers, or None.
     must_depend: whether to raise an error if the loss does not depend on the params.
@@ -31,54 +34,81 @@ class Objective:
 
   loss: LossWithAux
   traced: _traced_loss.TracedLoss
+  values: Sequence[jax.Array]
+  value_groups: Sequence[_layer_groups.GroupNumber]
   scaling: _state_requests.ScaleRequest | None
   freezing: _state_requests.FreezeRequest | None
   must_depend: bool = False
 
   def value_and_grad(
     self, params: optax.Params
-  ) -> tuple[tuple[_types.FloatScalar, Any], optax.Updates]:
-    """Returns ``(loss, aux)`` and the scaled loss's gradient, which is zero in frozen layers."""
+  ) -> tuple[tuple[_types.FloatScalar, Any], optax.Updates, list[jax.Array]]:
+    """Returns ``(loss, aux)``, the scaled loss's gradient, and the new values that it replaces.
+
+    The gradient is zero in frozen layers, and the values of frozen layers are the old ones.
+    """
     loss = self._without_frozen_gradients()
     # If the number of frozen groups is static, the loss has no gradient in frozen layers. The loss
     # is not checked then, since it may depend on frozen layers only.
-    if self.must_depend and (self.freezing is None or self.freezing.frozen() is None):
+    if self.must_depend and (self.freezing is None or not self.freezing.is_static):
       loss = _check_dependence(loss)
     if self.scaling is None:
-      output, gradients = jax.value_and_grad(loss, has_aux=True)(params)
+      output, derivatives = jax.value_and_grad(loss, has_aux=True)((params, self.values))
     else:
       apply_scale = self.scaling.apply
 
-      def scaled(params: optax.Params) -> tuple[_types.FloatScalar, Any]:
-        value, aux = loss(params)
+      def scaled(inputs: _traced_loss.Differentiated) -> tuple[_types.FloatScalar, Any]:
+        value, aux = loss(inputs)
         return apply_scale(value), (value, aux)
 
-      gradients, output = jax.grad(scaled, has_aux=True)(params)
+      derivatives, output = jax.grad(scaled, has_aux=True)((params, self.values))
+    gradients, new_values = derivatives
     gradients = steepest_ascent(gradients)
     if self.scaling is not None:
       gradients = self.scaling.unscale_unseen(gradients)
+      if self.values:
+        # Quantization clips infinite gradients to finite ones, so the gradients of the params may
+        # not show that the scaled loss has overflowed.
+        overflow = _replaced_values.lost(self.values, new_values)
+        gradients = self.scaling.mark_overflow(gradients, overflow)
     # If the number of frozen groups is static, gradients in frozen layers are zero already, since
     # `_without_frozen_gradients` has stopped them.
-    if self.freezing is not None and self.freezing.frozen() is None:
+    if self.freezing is not None and not self.freezing.is_static:
       gradients = self.freezing.zero_frozen(gradients)
-    return output, gradients
+    return (
+      output,
+      gradients,
+      list(map(self._keep_frozen, self.value_groups, self.values, new_values)),
+    )
+
+  def _keep_frozen(
+    self, group: _layer_groups.GroupNumber, old: jax.Array, new: jax.Array
+  ) -> jax.Array:
+    """Returns the new value; the old one in frozen layers, or if the loss does not use it."""
+    new = _replaced_values.keep_unused(old, new)
+    if self.freezing is None:
+      return new
+    return _layer_groups.select_frozen(self.freezing.depth, group, old, new)
 
   def _without_frozen_gradients(self) -> LossWithAux:
     """Returns the loss as a function whose gradient is zero in frozen layers.
 
     If no layer is frozen, or if the number of frozen groups is traced, returns `loss` unchanged.
     """
-    frozen = None if self.freezing is None else self.freezing.frozen()
-    if frozen is None or not any(map(np.any, frozen)):
+    if self.freezing is None or not self.freezing.is_static:
+      return self.loss
+    groups = (*self.freezing.groups, *self.value_groups)
+    frozen: list[Any] = [group < self.freezing.depth for group in groups]
+    if not any(map(np.any, frozen)):
       return self.loss
     freezes_parts = any(np.any(flags) and not np.all(flags) for flags in frozen)
 
-    def loss(params: optax.Params) -> tuple[_types.FloatScalar, Any]:
-      leaves, structure = jax.tree.flatten(params)
+    def loss(inputs: _traced_loss.Differentiated) -> tuple[_types.FloatScalar, Any]:
+      leaves, structure = jax.tree.flatten(inputs)
       stopped = jax.lax.stop_gradient(leaves)
       leaves = list(map(_frozen_scans.split_frozen, stopped, leaves, frozen))
       if freezes_parts:
-        return self.traced.run_with_leaves(params, leaves)
+        return self.traced.run_with_leaves(inputs, leaves)
       return self.loss(jax.tree.unflatten(structure, leaves))
 
     return loss
@@ -92,7 +122,7 @@ class Objective:
 
     @_extra_args.accept_extra_args
     def value_fn(params: optax.Params) -> _types.FloatScalar:
-      return self.loss(_masks.fill_masked(params, current))[0]
+      return self.loss((_masks.fill_masked(params, current), self.values))[0]
 
     grad_fn = accept_masked(lambda params: self.value_and_grad(params)[1], current)
     return {"value_fn": value_fn, "grad_fn": grad_fn, "obj_fn": value_fn}
@@ -106,10 +136,10 @@ def _check_dependence(
   If it does not, the returned function raises ValueError under ``jax.grad``.
   """
 
-  def checked(params: optax.Params) -> tuple[_types.FloatScalar, Any]:
-    value, aux = loss(params)
+  def checked(inputs: _traced_loss.Differentiated) -> tuple[_types.FloatScalar, Any]:
+    value, aux = loss(inputs)
     # Under `jax.grad`, the params and all values computed from the params are tracers of one type.
-    if type(value) not in map(type, jax.tree.leaves(params)):
+    if type(value) not in map(type, jax.tree.leaves(inputs)):
       raise ValueError(
         "`loss_fn` must compute the loss from the params that it is given; no gradient of it"
         " reaches them, so nothing would be trained. Does it use a model of an outer scope, or"

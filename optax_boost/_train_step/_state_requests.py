@@ -5,7 +5,6 @@ The class of a state declares its requests (:mod:`optax_boost._form._protocol`).
 
 from collections.abc import Sequence
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +41,14 @@ class ScaleRequest:
 
     return _trees.map_with(unscale, gradients, self.seen)
 
+  def mark_overflow(self, gradients: optax.Updates, overflow: _types.BoolScalar) -> optax.Updates:
+    """Returns the gradients; those that the method sees are NaN if `overflow` holds."""
+
+    def mark(g: jax.Array, seen: bool) -> jax.Array:
+      return jnp.where(overflow, jnp.asarray(jnp.nan, g.dtype), g) if seen else g
+
+    return _trees.map_with(mark, gradients, self.seen)
+
 
 @dataclasses.dataclass(frozen=True)
 class FreezeRequest:
@@ -58,11 +65,10 @@ class FreezeRequest:
   groups: Sequence[_layer_groups.GroupNumber]
   depth: _types.IntScalar | np.integer
 
-  def frozen(self) -> list[Any] | None:
-    """Returns whether each leaf, or each layer in it, is frozen; None if `depth` is traced."""
-    if not isinstance(self.depth, np.integer):
-      return None
-    return [group < self.depth for group in self.groups]
+  @property
+  def is_static(self) -> bool:
+    """Returns whether `depth` is static."""
+    return isinstance(self.depth, np.integer)
 
   def num_frozen(self) -> _types.IntScalar:
     """Returns the number of frozen groups, a scalar int32; groups without layers don't count."""

@@ -1,6 +1,6 @@
 """``make_train_step``, and :class:`TrainStep`, the jitted train step that it returns."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 import concurrent.futures
 import functools
 from typing import Any
@@ -16,6 +16,7 @@ from optax_boost._trace import _losses
 from optax_boost._train_step import (
   _background_compilation,
   _frozen_depth,
+  _replaced_values,
   _state_placement,
   _step_computation,
   _train_state,
@@ -49,8 +50,9 @@ class TrainStep:
 
     Raises:
       TypeError: a leaf is not an array; a param is not floating-point; the params are an
-        ``optax.LookaheadParams`` or an NNX model with variables other than params; or the loss
-        takes statistics, and `model_state` is None.
+        ``optax.LookaheadParams``, an NNX model with variables other than params, or hold Linen's
+        collection of values that the gradient replaces; or the loss takes statistics, and
+        `model_state` is None.
     """
     if isinstance(params, optax.LookaheadParams):
       raise TypeError(
@@ -239,7 +241,13 @@ class TrainStep:
 
 
 def _check_variables(params: _types.Unchecked) -> None:
-  """Raises TypeError for an NNX model whose statistics would be trained; does not import Flax."""
+  """Raises TypeError for Flax variables that are not trained; does not import Flax."""
+  if isinstance(params, Mapping) and _replaced_values.REPLACED_VALUES in params:
+    raise TypeError(
+      "`params` must be the arrays that are trained; got the collection"
+      f" '{_replaced_values.REPLACED_VALUES}', too, whose values the gradient replaces. Keep it in"
+      " the model state, as `optax_boost.linen.split_loss` does."
+    )
   for node in _trees.nodes(params):
     bases = [base for base in type(node).__mro__ if base.__module__.startswith("flax.nnx")]
     names = {base.__name__ for base in bases}
@@ -303,7 +311,9 @@ def make_train_step(
     has_model_state: whether the loss has mutable statistics. The step then calls
       ``loss_fn(params, model_state, batch[, rng])``, which returns ``(loss, model_state)``, or,
       with `has_aux`, ``(loss, (model_state, aux))``. Not needed for a loss from ``nnx.split_loss``
-      or ``linen.split_loss``.
+      or ``linen.split_loss``. In the collection ``_overwrite_with_gradient``, where Flax's fp8
+      layers keep their scales, the gradient of the loss, times the loss scale if there is one, is
+      the new value.
     full_grad_fn: computes the mean gradient over all of the data, for ``svrg(refresh_every=n)``.
       The step calls ``full_grad_fn(grad_fn, params)``, where ``grad_fn(params, batch)`` is the
       gradient of the loss. If the step has a key, it calls ``full_grad_fn(grad_fn, params,

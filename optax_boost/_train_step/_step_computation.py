@@ -32,12 +32,13 @@ from optax_boost._form import (
   _state_check,
 )
 from optax_boost._foundation import _checks, _types, _warnings
-from optax_boost._trace import _layer_axes, _losses
+from optax_boost._trace import _layer_axes, _layer_groups, _losses
 from optax_boost._train_step import (
   _frozen_statistics,
   _loss_output,
   _objective,
   _rejected_batch,
+  _replaced_values,
   _state_placement,
   _state_requests,
   _traced_loss,
@@ -129,7 +130,16 @@ class StepComputation:
     _state_check.check(self.tx, state.opt_state, state.params)
     rngs = () if rng is None else (jax.random.fold_in(rng, state.step),)
     arguments = (state.model_state, batch, *rngs)
-    traced = _traced_loss.TracedLoss(self.loss, state.params, arguments)
+    replaced = _replaced_values.find(state.model_state)
+    paths, values = list(replaced), list(replaced.values())
+
+    def run_loss(
+      inputs: _traced_loss.Differentiated, model_state: _types.ModelState, *data: Any
+    ) -> tuple[_types.FloatScalar, Any]:
+      params, values = inputs
+      return self.loss(params, _replaced_values.write(model_state, paths, values), *data)
+
+    traced = _traced_loss.TracedLoss(run_loss, (state.params, values), arguments)
     scaling = _state_requests.scale_request(state.opt_state, state.params)
     freezing, opt_state = _state_requests.freeze_request(
       self.tx, state.opt_state, state.params, depth
@@ -139,10 +149,18 @@ class StepComputation:
     # A method that reads `layers` needs the loss as a jaxpr. The step then computes the loss from
     # this jaxpr, so that the user's function is traced once.
     asks_for_layers = _compositions.names_extra_argument(self.tx, "layers")
-    loss = traced if asks_for_layers else lambda params: self.loss(params, *arguments)
+    loss = traced if asks_for_layers else lambda inputs: run_loss(inputs, *arguments)
     # The loss must depend on the params in the first trace only; later it may be a constant.
-    objective = _objective.Objective(loss, traced, scaling, freezing, not self.losses_checked)
-    (value, (model_state, aux)), grad = objective.value_and_grad(state.params)
+    value_groups: list[_layer_groups.GroupNumber] = [_frozen_statistics.NEVER_FROZEN] * len(values)
+    if freezing is not None and self.hold_frozen_statistics:
+      value_groups = _frozen_statistics.groups_of_values(
+        replaced, state.params, freezing.groups, traced.value_axes
+      )
+    must_depend = not self.losses_checked
+    objective = _objective.Objective(
+      loss, traced, values, value_groups, scaling, freezing, must_depend
+    )
+    (value, (model_state, aux)), grad, new_values = objective.value_and_grad(state.params)
     self.losses_checked.add(True)
     # If the forward pass has changed params, the update is added to the changed params, as in Flax
     # NNX.
@@ -156,6 +174,7 @@ class StepComputation:
         freezing.depth,
         traced.statistics_axes,
       )
+    model_state = _replaced_values.write(model_state, paths, new_values)
     extra = {"value": value, "grad": grad, **objective.closures(start)}
     if self.full_grad_fn is not None:
       gradient = functools.partial(self.gradient, state.model_state)

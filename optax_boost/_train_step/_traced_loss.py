@@ -1,13 +1,20 @@
-"""The loss of a step as a jaxpr, which freezing and methods that treat layers need."""
+"""The loss of a step as a jaxpr, which freezing and methods that treat layers need.
+
+The loss is a function of ``(params, values)``, where `values` are the entries of the model state
+that the gradient replaces (:mod:`optax_boost._train_step._replaced_values`).
+"""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import optax
 
 from optax_boost._foundation import _batches, _types
 from optax_boost._trace import _frozen_scans, _jaxpr, _layer_axes, _leaf_uses
+
+# Params and replaced values: a pair.
+Differentiated: TypeAlias = tuple[optax.Params, Sequence[jax.Array]]
 
 
 class TracedLoss:
@@ -17,56 +24,59 @@ class TracedLoss:
   """
 
   def __init__(
-    self, loss_fn: _types.LossFn, params: optax.Params, arguments: tuple[_types.Tree, ...]
+    self, loss_fn: _types.LossFn, inputs: Differentiated, arguments: tuple[_types.Tree, ...]
   ) -> None:
-    """`arguments` are the loss's arguments after the params: the model state, then data."""
-    self._loss_fn, self._params, self._arguments = loss_fn, params, arguments
+    """The loss is ``loss_fn(inputs, *arguments)``; `arguments` are the model state, then data."""
+    self._loss_fn, self._inputs, self._arguments = loss_fn, inputs, arguments
     self._programs: dict[Any, tuple[_types.Jaxpr, _types.TreeDef]] = {}
 
-  def __call__(self, params: optax.Params) -> tuple[_types.FloatScalar, Any]:
+  def __call__(self, inputs: Differentiated) -> tuple[_types.FloatScalar, Any]:
     """Returns the loss and aux, computed by the program."""
-    return self.run_with_leaves(params, jax.tree.leaves(params))
+    return self.run_with_leaves(inputs, jax.tree.leaves(inputs))
 
   @property
   def program(self) -> _types.Jaxpr:
     """Returns the program for the types of the current params."""
-    return self._trace(self._params)[0]
+    return self._trace(self._inputs)[0]
 
   def run_with_leaves(
-    self, params: optax.Params, leaves: Sequence[Any]
+    self, inputs: Differentiated, leaves: Sequence[Any]
   ) -> tuple[_types.FloatScalar, Any]:
-    """Returns the loss and aux, computed from `leaves` instead of the leaves of `params`.
+    """Returns the loss and aux, computed from `leaves` instead of the leaves of `inputs`.
 
     A leaf may be split into frozen and trained parts (:mod:`optax_boost._trace._frozen_scans`).
     """
-    program, structure = self._trace(params)
+    program, structure = self._trace(inputs)
     outputs = _frozen_scans.evaluate(program, [*leaves, *jax.tree.leaves(self._arguments)])
     return jax.tree.unflatten(structure, outputs)
 
   def layers(self) -> _layer_axes.LayerAxes:
     """Returns the roles of the params' axes. The model state does not count as data."""
-    model_state, *data = self._arguments
-    state_flags = [None] * len(jax.tree.leaves(model_state))
-    return _layer_axes.describe(
-      self.program, self._params, [*state_flags, *_batches.data_flags(data)]
-    )
+    (params, values), (model_state, *data) = self._inputs, self._arguments
+    state_flags = [None] * (len(values) + len(jax.tree.leaves(model_state)))
+    return _layer_axes.describe(self.program, params, [*state_flags, *_batches.data_flags(data)])
+
+  def value_axes(self) -> dict[int, int]:
+    """Returns along which axis a scan over layers slices each of the replaced values, by index.
+
+    Values that no scan slices are not in the dict.
+    """
+    return self._scanned_axes(len(jax.tree.leaves(self._inputs[0])), self._inputs[1])
 
   def statistics_axes(self) -> dict[int, int]:
-    """Returns along which axis a scan over layers slices each leaf of the model state.
+    """Returns along which axis a scan slices each leaf of the model state, like `value_axes`."""
+    return self._scanned_axes(len(jax.tree.leaves(self._inputs)), self._arguments[0])
 
-    The dict maps the index of a leaf to the axis. Leaves that no scan slices are not in the dict.
-    """
-    model_state, *_ = self._arguments
-    first = len(jax.tree.leaves(self._params))
-    end = first + len(jax.tree.leaves(model_state))
+  def _scanned_axes(self, first: int, tree: _types.Tree) -> dict[int, int]:
+    end = first + len(jax.tree.leaves(tree))
     return _leaf_uses.scanned_axes(self.program, range(first, end))
 
-  def _trace(self, params: optax.Params) -> tuple[_types.Jaxpr, _types.TreeDef]:
-    """Returns the program for params of the same types as `params`, and its output's structure."""
-    types = jax.tree.map(jax.typeof, params)
+  def _trace(self, inputs: Differentiated) -> tuple[_types.Jaxpr, _types.TreeDef]:
+    """Returns the program for inputs of the types of `inputs`, and its output's structure."""
+    types = jax.tree.map(jax.typeof, inputs)
     signature = (jax.tree.structure(types), *jax.tree.leaves(types))
     if signature not in self._programs:
       trace = jax.make_jaxpr(_jaxpr.uncached(self._loss_fn), return_shape=True)
-      program, shapes = trace(params, *self._arguments)
+      program, shapes = trace(inputs, *self._arguments)
       self._programs[signature] = program, jax.tree.structure(shapes)
     return self._programs[signature]

@@ -15,8 +15,9 @@ class TrainState(NamedTuple):
   Attributes:
     params: the trainable arrays.
     opt_state: the state of the optax transformation.
-    model_state: the mutable statistics (BatchNorm) that the loss returns, or None. If a wrapper
-      skips the step or drops the micro-batch, the statistics do not change.
+    model_state: the mutable statistics (BatchNorm) that the loss returns, and the values that the
+      gradient replaces (Flax's fp8 layers), or None. If a wrapper skips the step or drops the
+      micro-batch, they do not change.
     step: scalar int32, the number of calls of the step.
   """
 

@@ -39,7 +39,8 @@ def split_loss(
   Returns:
     ``(loss, params, model_state)``. ``loss(params, model_state, batch, rng)`` returns the output of
     `loss_fn` and the new `model_state`, a dict of the collections other than ``params``. The loss
-    splits the key `rng` into the module's rng streams.
+    splits the key `rng` into the module's rng streams. A train step replaces the collection of
+    fp8 layers, ``_overwrite_with_gradient``, by its gradient, as Flax's ``TrainState`` does.
 
   Raises:
     TypeError: an argument has a wrong type.

@@ -11,6 +11,7 @@ from flax import nnx
 import jax
 import jax.numpy as jnp
 
+from optax_boost import _train_step
 from optax_boost._foundation import _checks, _types
 
 # In Flax before 0.12.7, `nnx.as_pure` is called `nnx.pure`; later versions deprecate that name.
@@ -25,7 +26,7 @@ _Module = TypeVar("_Module", bound=nnx.Module)
 Filter: TypeAlias = Any
 Roots: TypeAlias = tuple[Any, ...]
 # The arrays that are not trained: a dict from the name of a root, as in `_ROOT_NAMES`, to the
-# root's arrays.
+# root's arrays, and from `REPLACED_VALUES` to those of the model that the gradient replaces.
 Collections: TypeAlias = dict[str, Any]
 
 # The first root, the model, is called "batch_stats", since `hold_frozen_statistics` removes this
@@ -51,14 +52,24 @@ def _split_in(
 ) -> tuple[nnx.GraphDef, _types.Params, Collections]:
   """Returns what :func:`split` returns; `context` is an ``nnx.split_context``."""
   selects = nnx.filterlib.to_predicate(wrt)
-  graphdef, params, untrained = context.split(
-    roots, lambda path, value: path[0] == 0 and selects(path[1:], value), ...
+  graphdef, replaced, params, untrained = context.split(
+    roots, _replaced_type(), lambda path, value: path[0] == 0 and selects(path[1:], value), ...
   )
-  params, untrained = as_pure(params), as_pure(untrained)
+  replaced, params, untrained = map(as_pure, (replaced, params, untrained))
   collections = {
     name: untrained[root] for root, name in enumerate(_ROOT_NAMES) if root in untrained
   }
+  if replaced:
+    collections[_train_step.REPLACED_VALUES] = replaced[0]
   return graphdef, params.get(0, params), collections
+
+
+def _replaced_type() -> Filter:
+  """Returns the type of variables that the gradient replaces, as in modules of ``bridge.ToNNX``."""
+  try:
+    return nnx.variable_type_from_name(_train_step.REPLACED_VALUES)
+  except ValueError:  # no module has made such variables
+    return nnx.Nothing()
 
 
 def merge(graphdef: nnx.GraphDef, params: _types.Params, collections: Collections) -> Roots:
@@ -113,13 +124,16 @@ def write(params: _types.Params, collections: Collections, *roots: Any) -> None:
       context.merge(collections[_STRUCTURE], *_states(params, collections))
 
 
-def _states(params: _types.Params, collections: Collections) -> tuple[nnx.State, nnx.State]:
+def _states(
+  params: _types.Params, collections: Collections
+) -> tuple[nnx.State, nnx.State, nnx.State]:
   untrained = {
     root: _as_dict(collections[name])
     for root, name in enumerate(_ROOT_NAMES)
     if name in collections
   }
-  return nnx.State({0: _as_dict(params)}), nnx.State(untrained)
+  replaced = _as_dict(collections.get(_train_step.REPLACED_VALUES, {}))
+  return nnx.State({0: _as_dict(params)}), nnx.State(untrained), nnx.State({0: replaced})
 
 
 def _as_dict(tree: _types.Tree) -> _types.Tree:

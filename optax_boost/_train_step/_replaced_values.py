@@ -1,0 +1,52 @@
+"""Finds and writes the values that the gradient replaces, such as the scales of Flax's fp8 layers.
+
+Flax keeps these values in a collection of their own. A layer defines as the "gradient" of such a
+value what the value is in the next step.
+"""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from optax_boost._foundation import _paths, _trees, _types
+
+# The name of Flax's collection.
+REPLACED_VALUES = "_overwrite_with_gradient"
+
+
+def find(model_state: _types.ModelState) -> dict[_types.KeyPath, jax.Array]:
+  """Returns the leaves of a model state that the gradient replaces, by path."""
+  leaves = zip(_paths.leaf_keys(model_state), jax.tree.leaves(model_state), strict=True)
+  return {
+    path: leaf
+    for path, leaf in leaves
+    if jax.tree_util.keystr(path[:1], simple=True) == REPLACED_VALUES
+  }
+
+
+def write(
+  model_state: _types.ModelState, paths: Sequence[_types.KeyPath], values: Sequence[jax.Array]
+) -> _types.ModelState:
+  """Returns the model state with `values` at `paths`."""
+  if not paths:
+    return model_state
+  new = dict(zip(paths, values, strict=True))
+  return _trees.map_with(
+    lambda leaf, path: new.get(path, leaf), model_state, _paths.leaf_keys(model_state)
+  )
+
+
+def lost(old: Sequence[jax.Array], new: Sequence[jax.Array]) -> _types.BoolScalar:
+  """Returns whether values that were finite are not finite any more."""
+
+  def is_finite(value: jax.Array) -> _types.BoolScalar:
+    return jnp.all(jnp.isfinite(value))
+
+  pairs = zip(old, new, strict=True)
+  return jnp.any(jnp.stack([is_finite(x) & ~is_finite(y) for x, y in pairs]))
+
+
+def keep_unused(old: jax.Array, new: jax.Array) -> jax.Array:
+  """Returns the new value; the old one if `new` is zero, as the gradient of an unused value is."""
+  return jnp.where(jnp.any(new != 0), new, old)
