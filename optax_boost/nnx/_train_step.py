@@ -26,6 +26,8 @@ _Placement: TypeAlias = tuple[jax.sharding.NamedSharding | None, ...]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
+# Flax's classes of optimizers, of which Flax has deprecated the second.
+_OPTIMIZERS = ("Optimizer", "ModelAndOptimizer")
 # The name of the Flax contexts that match model, optimizer and rngs before and after a step.
 _STEP_CONTEXT = "optax_boost.step"
 
@@ -224,6 +226,7 @@ class TrainStep:
     _model.check(model, tree=True)
     words = "what `nnx.Optimizer(model, tx, wrt=nnx.Param)` returns"
     _checks.check_type("optimizer", optimizer, nnx.Optimizer, words)
+    _check_update(optimizer)
     computation, state = self._split(model, optimizer, rngs, key)
     if not jax.tree.leaves(state.params):
       raise ValueError(
@@ -232,6 +235,18 @@ class TrainStep:
       )
     _tree_checks.check_inexact(state.params, "make_train_step", _tree_checks.KEEP_OUT)
     return computation, _train_step.canonicalize_state(state), key
+
+
+def _check_update(optimizer: nnx.Optimizer) -> None:
+  """Raises TypeError if an optimizer has an `update` of its own, which the step would not call."""
+  flax_updates = [getattr(nnx, name).update for name in _OPTIMIZERS if hasattr(nnx, name)]
+  if getattr(optimizer.update, "__func__", None) not in flax_updates:
+    raise TypeError(
+      "`optimizer` must have the `update` of `nnx.Optimizer`, since the step makes this update"
+      f" itself; got a {type(optimizer).__name__} with an `update` of its own, which would never be"
+      " called. Put what it does to gradients into `optimizer.tx`, with `optax.chain`, and do the"
+      " rest after the step, which returns its metrics."
+    )
 
 
 def _copy_shared(arrays: list[Any], outputs: Sequence[weakref.ref[jax.Array]]) -> list[Any]:
@@ -341,7 +356,8 @@ def make_train_step(loss_fn: _types.LossFn, *_optimizers: Any, **options: Any) -
     and optimizer may change between steps.
 
   Raises:
-    TypeError: an argument is of the wrong kind; or, when traced, the loss returns neither a scalar
+    TypeError: an argument is of the wrong kind; the optimizer has an `update` of its own, which the
+      step would not call; or, when traced, the loss returns neither a scalar
       nor ``(loss, aux)``.
     ValueError: the optimizer was made for another model, or its filter selects no variable of this
       model; or, when traced, the loss creates, removes or reshapes trained variables, or changes an

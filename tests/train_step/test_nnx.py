@@ -583,3 +583,22 @@ def test_micro_batches_weigh_as_the_large_batch(rng):
   for weight in ("size", lambda batch: len(batch["x"])):
     params = train(tx, batches, weight=weight)
     chex.assert_trees_all_close(params, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_an_optimizer_with_an_update_of_its_own_is_refused_and_one_without_is_taken():
+  class Clipping(nnx.Optimizer):
+    def update(self, model, grads, **kwargs):
+      super().update(model, grads, **kwargs)
+      nnx.update(model, jax.tree.map(lambda p: jnp.clip(p, -0.01, 0.01), nnx.state(model)))
+
+  class Named(nnx.Optimizer):
+    name = "named"
+
+  model = Network(nnx.Rngs(0))
+  step = ob_nnx.make_train_step(loss_fn, has_aux=True)
+  own = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+  own.update = lambda *args: None
+  for optimizer in (Clipping(model, optax.sgd(0.1), wrt=nnx.Param), own):
+    with pytest.raises(TypeError, match=r"`update` of its own, which would never.*chain"):
+      step(model, optimizer, BATCH)
+  step(model, Named(model, optax.sgd(0.1), wrt=nnx.Param), BATCH)
