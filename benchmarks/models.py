@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
 from flax import linen as nn
 import jax
@@ -55,7 +55,8 @@ def image_loss(model: Callable[[jax.Array], jax.Array], batch: dict[str, jax.Arr
 class GPT2:
   """GPT-2 in plain JAX; as it stands, its smallest size.
 
-  Sequences may be shorter than `length`.
+  Sequences may be shorter than `length`. The loss takes the params of `init`, and scans over the
+  blocks, or those of `unstacked`, and then the program has the blocks written out.
 
   Attributes:
     layers: blocks.
@@ -67,6 +68,7 @@ class GPT2:
     rotary: whether queries and keys are rotated by their positions, instead of learned positions.
     causal: whether a token attends to those before it alone.
     rematerialized: whether the backward pass computes the blocks again.
+    attention: the `implementation` of `jax.nn.dot_product_attention`; None: JAX chooses.
   """
 
   layers: int = 12
@@ -78,6 +80,7 @@ class GPT2:
   rotary: bool = False
   causal: bool = True
   rematerialized: bool = True
+  attention: Literal["cudnn", "xla"] | None = None
 
   def init(self, key: jax.Array) -> dict[str, Any]:
     """Params in float32; the blocks' are stacked along the first axis."""
@@ -134,7 +137,12 @@ class GPT2:
 
     if self.rematerialized:
       body = jax.checkpoint(body)
-    x, _ = jax.lax.scan(body, x.astype(self.dtype), params["blocks"])
+    x = x.astype(self.dtype)
+    if "blocks" in params:
+      x, _ = jax.lax.scan(body, x, params["blocks"])
+    else:
+      for i in range(self.layers):
+        x, _ = body(x, params[f"block_{i:02d}"])
     logits = _normalize(params["norm"], x) @ params["tokens"].T.astype(self.dtype)
     return optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), targets)
 
@@ -144,7 +152,9 @@ class GPT2:
     q, k, v = jnp.split(h.reshape(batch, length, 3 * self.heads, -1), 3, axis=2)
     if self.rotary:
       q, k = _rotate(q), _rotate(k)
-    h = jax.nn.dot_product_attention(q, k, v, is_causal=self.causal).reshape(x.shape)
+    h = jax.nn.dot_product_attention(
+      q, k, v, is_causal=self.causal, implementation=self.attention
+    ).reshape(x.shape)
     x = x + _dense(block["attention_out"], h)
     h = jax.nn.gelu(_dense(block["mlp_in"], _normalize(block["mlp_norm"], x)))
     return x + _dense(block["mlp_out"], h)

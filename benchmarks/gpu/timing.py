@@ -1,100 +1,172 @@
-"""Compiles a step, runs it, and reads its time and memory."""
+"""Runs steps, and reads their time, the memory that they need and the bytes that they must move."""
 
 from collections.abc import Callable
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
-from benchmarks.devices import programs
 import optax_boost
 
-_ROUNDS = 5
+_ROUNDS = 3
 
 Record = dict[str, Any]
 
 
-def measure(
-  lowered: Any,
-  carry: tuple[Any, ...],
-  rest: tuple[Any, ...],
-  calls: int,
-  run: Callable[..., tuple[Any, ...]] | None = None,
+class Contender(NamedTuple):
+  """An optimizer's step, to be measured inside of a program.
+
+  Attributes:
+    init: makes the state from params.
+    step: ``step(params, state, grads)`` returns new params and state.
+    moved: the bytes that a step must read and write; None: those of params and state twice, and of
+      gradients once.
+  """
+
+  init: Callable[[Any], Any]
+  step: Callable[[Any, Any, Any], tuple[Any, Any]]
+  moved: float | None = None
+
+
+def ours(tx: optax.GradientTransformation, moved: float | None = None, **extra: Any) -> Contender:
+  """An optimizer applied by `apply_gradients`, in place."""
+
+  def step(params: Any, state: Any, grads: Any) -> Any:
+    return optax_boost.apply_gradients(tx, grads, state, params, **extra)
+
+  return Contender(tx.init, step, moved)
+
+
+def theirs(tx: optax.GradientTransformation, moved: float | None = None) -> Contender:
+  """An optimizer applied as optax's documentation does it."""
+
+  def step(params: Any, state: Any, grads: Any) -> Any:
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
+  return Contender(tx.init, step, moved)
+
+
+def copy_speed(megabytes: int) -> float:
+  """Bytes that the device reads and writes in a second, copying an array inside of a program."""
+  steps = 20
+  numbers = jnp.zeros(megabytes * 250_000)
+  add = jax.jit(lambda x: jax.lax.fori_loop(0, steps, lambda i, x: x + i, x), donate_argnums=0)
+  numbers = jax.block_until_ready(add(numbers))
+  found = []
+  for _ in range(_ROUNDS):
+    start = time.perf_counter()
+    numbers = jax.block_until_ready(add(numbers))
+    found.append(time.perf_counter() - start)
+  return 2 * numbers.nbytes * steps / min(found)
+
+
+def optimizer_steps(
+  contender: Contender, params: Any, speed: float, steps: int, grads: Any = None
 ) -> Record:
-  """Times a step that takes its results again.
+  """Measures an optimizer inside of a program that makes so many steps.
+
+  Steps that are called from Python take the host's time to hand over hundreds of buffers.
 
   Args:
-    lowered: the step, from ``jax.jit(...).lower``.
-    carry: its first arguments, which may be donated.
-    rest: what every call gets.
+    contender: the optimizer.
+    params: a tree of arrays.
+    speed: bytes that the device moves in a second.
+    steps: in one program.
+    grads: the gradients; None: like the params.
+  """
+  grads = jax.tree.map(lambda x: 0.01 * x, params) if grads is None else grads
+  carry = jax.tree.map(jnp.copy, (params, contender.init(params)))
+  moved = contender.moved or 2 * _bytes(carry) + _bytes(grads)
+
+  def program(carry: Any, grads: Any) -> Any:
+    def body(number: jax.Array, carry: Any) -> Any:
+      # Behind a barrier with the counter, gradients are others in each step to XLA, which would
+      # compute before the loop what depends on them alone.
+      each, _ = jax.lax.optimization_barrier((grads, number))
+      return contender.step(*carry, each)
+
+    return jax.lax.fori_loop(0, steps, body, carry)
+
+  record = _measure(jax.jit(program, donate_argnums=0).lower(carry, grads), carry, (grads,), steps)
+  least = 1e3 * moved / speed
+  return record | {"must move, MB": moved / 1e6, "least, ms": least, "over": record["ms"] / least}
+
+
+def train_step(step: Any, state: Any, batch: Any, calls: int) -> Record:
+  """Measures calls of a train step, or of a jitted ``step(state, batch)``."""
+  lowered = step.lower(state, batch)
+  return _measure(lowered, state, (batch,), 1, calls, lambda *arguments: step(*arguments)[0])
+
+
+def plain_step(loss: Any, tx: optax.GradientTransformation) -> Any:
+  """The train step that a user of optax writes."""
+
+  def step(state: Any, batch: Any) -> Any:
+    params, opt_state = state
+    value, grads = jax.value_and_grad(loss)(params, batch)
+    updates, opt_state = tx.update(grads, opt_state, params)
+    return (optax.apply_updates(params, updates), opt_state), value
+
+  return jax.jit(step, donate_argnums=0)
+
+
+def _measure(
+  lowered: Any,
+  carry: Any,
+  others: tuple[Any, ...],
+  steps: int,
+  calls: int = 1,
+  run: Callable[..., Any] | None = None,
+) -> Record:
+  """Times a program that takes its results again.
+
+  Args:
+    lowered: the program, from ``jax.jit(...).lower``.
+    carry: its first argument, which may be donated.
+    others: what every call gets.
+    steps: that the program makes.
     calls: how many make one of the measurements.
-    run: a function to call instead of the compiled step; it returns the next carry.
+    run: a function to call instead of the compiled program; it returns the next carry.
 
   Returns:
-    The least milliseconds a call of several measurements, the spread over the least, seconds to
-    compile, and figures of the program.
+    The least milliseconds a step of several measurements, the spread over the least, the memory,
+    and seconds to compile.
   """
   start = time.perf_counter()
   compiled = lowered.compile()
   seconds = time.perf_counter() - start
   run = run or compiled
-  for _ in range(2):
-    carry = run(*carry, *rest)
-  jax.block_until_ready(carry)
+  carry = jax.block_until_ready(run(carry, *others))
   found = []
   for _ in range(_ROUNDS):
     start = time.perf_counter()
     for _ in range(calls):
-      carry = run(*carry, *rest)
+      carry = run(carry, *others)
     jax.block_until_ready(carry)
-    found.append(1e3 * (time.perf_counter() - start) / calls)
+    found.append(1e3 * (time.perf_counter() - start) / calls / steps)
+  memory = compiled.memory_analysis()
   return {
     "ms": min(found),
     "spread": max(found) / min(found) - 1,
-    "compile, s": seconds,
-    **memory_of(compiled),
-  }
-
-
-def memory_of(compiled: Any) -> Record:
-  """What a compiled program needs, and how many kernels its entry computation has."""
-  memory = compiled.memory_analysis()
-  return {
     "temporary, MB": memory.temp_size_in_bytes / 1e6,
-    "whole, MB": (memory.temp_size_in_bytes + memory.argument_size_in_bytes) / 1e6,
-    "kernels": programs.read(compiled)["kernels"],
+    "compile, s": seconds,
   }
 
 
-def optimizer_step(
-  tx: optax.GradientTransformation, params: Any, calls: int, **extra: Any
-) -> Record:
-  """Measures an optimizer alone, on gradients that are like the params."""
-
-  def step(params: Any, state: Any, grads: Any) -> Any:
-    return optax_boost.apply_gradients(tx, grads, state, params, **extra)
-
-  grads = jax.tree.map(lambda x: 0.01 * x, params)
-  # Copies, since they are donated.
-  params = jax.tree.map(lambda x: x.copy(), params)
-  carry = (params, tx.init(params))
-  lowered = jax.jit(step, donate_argnums=(0, 1)).lower(*carry, grads)
-  return measure(lowered, carry, (grads,), calls)
+def _bytes(tree: Any) -> int:
+  return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
 
 
-def train_step(step: Any, state: Any, batch: Any, calls: int) -> Record:
-  """Measures a train step, with its work on the host."""
+def filled(shapes: Any) -> Any:
+  """Random leaves of a tree of shapes, made on the host: no program is compiled for them."""
+  rng = np.random.default_rng(0)
 
-  def run(state: Any, batch: Any) -> tuple[Any]:
-    return (step(state, batch)[0],)
+  def fill(leaf: Any) -> jax.Array:
+    numbers = rng.standard_normal(min(leaf.size, 4096), np.float32)
+    return jnp.asarray(np.resize(0.02 * numbers, leaf.shape).astype(leaf.dtype))
 
-  return measure(step.lower(state, batch), (state,), (batch,), calls, run)
-
-
-def arrays(shapes: list[tuple[int, ...]], dtype: Any = np.float32) -> list[jax.Array]:
-  """Random leaves."""
-  keys = jax.random.split(jax.random.key(0), len(shapes))
-  draw: Callable[..., jax.Array] = jax.jit(jax.random.normal, static_argnums=(1, 2))
-  return [0.02 * draw(key, shape, dtype) for key, shape in zip(keys, shapes, strict=True)]
+  return jax.tree.map(fill, shapes)

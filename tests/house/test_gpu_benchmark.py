@@ -2,13 +2,16 @@
 
 import os
 import pathlib
+import re
 import subprocess
 import sys
 import time
 
+import numpy as np
 import pytest
 
-from benchmarks import _process
+from benchmarks import _process, gpu
+from benchmarks.gpu import parts, trainings
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
@@ -47,11 +50,129 @@ def test_items_before_a_failure_come(failure, text):
   assert found == [1, "two"] or (failure == "hangs" and found == [1, "two"][: len(found)])
 
 
-def test_a_part_runs_to_its_end_on_a_cpu(tmp_path):
+ROWS = {
+  "frozen": [
+    "blocks written out: AdamW",
+    "blocks written out: half frozen, freeze_layers",
+    "blocks written out: half frozen, optax.partition",
+    "in a scan: AdamW",
+    "in a scan: half frozen, freeze_layers",
+    "in a scan: half frozen, updates set to zero",
+  ],
+  "wrappers": [
+    "optax.adam",
+    "accumulate(adam, 4)",
+    "optax.MultiSteps(adam, 4)",
+    "dynamic_loss_scale(adam)",
+    "optax.apply_if_finite(adam)",
+    "average_params(adam)",
+    "adam, then optax.incremental_update",
+    "master_weights(adam)",
+    "adam in float32, params cast to bfloat16",
+  ],
+  "lars": ["optax.sgd", "lars", "optax.lars"],
+  "sequences": [
+    "width 16: 1 sequences of 64, L / 6d 0.67",
+    "width 16: 4 sequences of 16, L / 6d 0.17",
+  ],
+  "resnet50": [
+    "O0",
+    "first half frozen",
+    "O1's and O2's first steps: fewer BatchNorms, centralized",
+    "their last steps: the same, first half frozen",
+    "O1: the mean of a training, from these",
+    "O2: the mean of a training, from these",
+  ],
+  "dim_reduce": ["1,000 params: optax.sgd", "1,000 params: dim_reduce"],
+  "adasum": ["4 replicas of 1,000 params: jnp.mean", "4 replicas of 1,000 params: adasum_reduce"],
+  "sgperm": ["optax.adam", "pairs", "laperm(adam)", "rank", "exact, on the device"],
+}
+
+
+def test_all_parts_fit_nine_minutes():
+  assert list(gpu.SECONDS) == list(parts.PARTS) == list(ROWS)
+  assert sum(gpu.SECONDS.values()) <= 540
+
+
+@pytest.mark.parametrize("part", ROWS)
+def test_a_part_yields_its_rows(part):
+  (_, speed), *rows = parts.run(part, small=True)
+  assert [name for name, _ in rows] == ROWS[part]
+  for _, record in rows:
+    assert record["ms"] > 0
+    # Rows of optimizers say how far they are from the time of the bytes that they must move.
+    if "over" in record:
+      least = record["must move, MB"] / speed["GB/s"]
+      np.testing.assert_allclose(
+        [record["least, ms"], record["over"] * least], [least, record["ms"]]
+      )
+  assert ("over" in rows[0][1]) == (part not in ("frozen", "sequences", "resnet50"))
+
+
+def test_the_command_writes_its_table_and_says_which_part_was_lost(tmp_path):
   command = [sys.executable, "-m", "benchmarks.gpu", "--small", "--out", str(tmp_path)]
   environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-  subprocess.run([*command, "dim_reduce"], env=environment, cwd=ROOT, check=True)
-  page = (tmp_path / "gpu.md").read_text(encoding="utf-8")
-  assert "| 1,000 params: dim_reduce | " in page
-  assert "the others" not in page
-  assert "device cpu" in page
+  for limit in ("600", "0"):
+    subprocess.run([*command, "adasum", "--limit", limit], env=environment, cwd=ROOT, check=True)
+    page = (tmp_path / "gpu.md").read_text(encoding="utf-8")
+    assert ("| 4 replicas of 1,000 params: adasum_reduce | " in page) == (limit == "600")
+    assert ("| the others | not done within" in page) == (limit == "0")
+    assert ("device cpu, a copy moves" in page) == (limit == "600")
+
+
+def test_transformers_are_trained_at_levels_for_a_share_of_the_time(tmp_path, capsys):
+  trainings.main(["sequences", "--small", "--out", str(tmp_path)])
+  rows = dict(re.findall(r"\| (.+) \| (.+) \|", capsys.readouterr().out))
+  title = "width 16, 64 tokens: "
+  assert [name.removeprefix(title) for name in rows] == [
+    "O0, batch 4, rate 0.001",
+    "O0, batch 2, rate 0.001",
+    *(f"a step of {length}" for length in (8, 16, 32, 64)),
+    "O1, 0.75 of the time",
+    "O2, 0.75 of the time",
+    "O0, seed 1",
+    "O1, 0.75 of the time, seed 1",
+  ]
+  # Equal tokens: a batch of half the size makes twice the steps. Losses are below a guess's.
+  assert rows[f"{title}O0, batch 4, rate 0.001"].startswith("steps 4, ")
+  assert rows[f"{title}O0, batch 2, rate 0.001"].startswith("steps 8, ")
+  losses = [float(cells.rpartition("loss ")[2]) for cells in rows.values() if "loss" in cells]
+  assert len(losses) == 6
+  assert all(2 < loss < np.log(256) + 0.1 for loss in losses)
+  assert title in (tmp_path / "gpu_sequences.md").read_text(encoding="utf-8")
+
+
+def test_a_resnet_is_trained_at_levels_on_images_of_a_file(tmp_path, capsys):
+  rng = np.random.default_rng(0)
+  labels = rng.integers(0, 10, 48)
+  # Each class has its own colour.
+  images = np.uint8(25 * labels[:, None, None, None] + rng.integers(0, 25, (48, 8, 8, 3)))
+  np.savez(
+    tmp_path / "images.npz",
+    train_images=images[:32],
+    train_labels=labels[:32],
+    test_images=images[32:],
+    test_labels=labels[32:],
+  )
+  trainings.main(
+    ["images", str(tmp_path / "images.npz"), "--small", "--epochs", "3", "--out", str(tmp_path)]
+  )
+  rows = dict(re.findall(r"\| (.+) \| (.+) \|", capsys.readouterr().out))
+  names = list(rows)
+  assert names[:2] == ["O0, rate 0.1", "O0, rate 0.05"]
+  assert [name.partition(",")[0] for name in names[2:]] == ["O1", "O2"]
+  assert all(cells.startswith("steps 12, seconds ") for cells in rows.values())
+  assert all(name in (tmp_path / "gpu_images.md").read_text(encoding="utf-8") for name in names)
+
+
+def test_augmented_images_are_crops_of_padded_images_or_their_mirrors():
+  image = np.random.default_rng(0).integers(0, 256, (1, 5, 5, 3)).astype(np.uint8)
+  padded = np.pad(image[0], ((4, 4), (4, 4), (0, 0))) / 127.5 - 1
+  crops = [padded[i : i + 5, j : j + 5] for i in range(9) for j in range(9)]
+  possible = np.array([*crops, *(crop[:, ::-1] for crop in crops)])
+  found = np.concatenate(
+    [trainings.augmented(image, np.zeros(16, np.int32), np.int32(seed)) for seed in range(4)]
+  )
+  distances = np.abs(found[:, None] - possible[None]).max((2, 3, 4))
+  assert (distances.min(1) < 1e-5).all()
+  assert len(set(distances.argmin(1))) > 20
