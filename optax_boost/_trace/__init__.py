@@ -102,9 +102,10 @@ The modules, each of which imports those before it:
                   axes of the leaves that enter the primitive are unknown, and methods warn
   _leaf_uses      the interpreter that finds uses, and scans over layers
   _layer_axes     ``layer_axes``: the axes of each leaf, as its uses tell
-  _flow           which leaves are upstream of a leaf: used to compute the data that the leaf meets
+  _flow           which leaves are upstream of a leaf: used to compute the data that the leaf meets;
+                  and the layers that the program takes from leaves by an index
   _traced_leaves  the leaves of a traced loss, and the order in which the loss uses them
-  _series         finds series: repeated modules in a row, or the steps of a scan
+  _series         finds series: repeated modules in a row, or the layers of a scan or an index
   _blocks         makes blocks of a series, of a chain of layers, or of what patterns select
   _position_tables  finds the tables of learned positions
   _layer_groups   ``layer_groups``: makes groups of blocks

@@ -86,18 +86,20 @@ def layer_groups(
   """Groups the leaves in the order of the forward pass, which a trace of the loss shows.
 
   A *block* is a module that the model repeats, and by default each block is a group. Blocks are a
-  series of modules whose names differ by a number (``layers/0``, ``Block_3``), or the steps of a
-  scan over layers (``nn.scan``, ``nnx.scan``, ``lax.scan``). In a series, two or more modules have
+  series of modules whose names differ by a number (``layers/0``, ``Block_3``, ``block_0_rgb``; the
+  first may lack it, as in ``block, block_1``), or the layers that a scan slices or the program
+  takes by an index (``nn.scan``, ``lax.scan``, ``w[i]``). In a series, two or more modules have
   several kernels, and each module gets data from the module before it. If one series or scan is
   inside of another, the outer one gives the blocks. The leaves before all blocks (patches, class
   token, positions, a tied embedding) are the first group, and the leaves after all blocks (final
   norm, pooler, head) the last, as in BEiT, MAE and ``timm``.
 
   In a model without a series, each layer (a kernel with its bias and normalization, or a recurrent
-  cell) is a block if the layers are a plain chain, as in an MLP. For any other model, and for
-  several series (two towers, an encoder and a decoder), an error lists the values of `blocks` to
-  choose from. ``print`` shows which blocks were chosen. The loss is traced, not computed, so arrays
-  may be abstract.
+  cell) is a block if the layers are a plain chain, as in an MLP. For any other model, for several
+  series (two towers, an encoder and a decoder), and if more kernels are beside a series than in it,
+  an error lists the values of `blocks` to choose from. There, kernels in no order with the series'
+  blocks, as in another tower, count twice. ``print`` shows which blocks were chosen. The loss is
+  traced, not computed, so arrays may be abstract.
 
   A leaf that is in no block is placed by the flow of data. If no block gets data from the leaf, the
   leaf is after all blocks. Otherwise, the leaf joins the last block from which the leaf gets data,
@@ -119,10 +121,11 @@ def layer_groups(
       are fewer blocks than this number, and `blocks` is None, each layer is a block instead. In a
       model without a series or a chain, parallel layers stay in one group.
     blocks: a pattern of the paths of modules that are blocks, from the root on. `*` is any part of
-      a name and `**` any names: ``"encoder/layers/*"``, ``"stages/*/blocks/*"``. If a scan slices
-      the leaves of a selected module, each step of the scan is a block; ``"stages/*[*]"`` selects
-      the steps of several scans. Patterns with bars between them select one series, in the order
-      of use: ``"encoder/block/*|decoder/block/*"``. A sequence of patterns, such as
+      a name and `**` any names: ``"encoder/layers/*"``, ``"stages/*/blocks/*"``. If a scan or an
+      index slices the leaves of a selected module, each layer is a block; ``"stages/*[*]"`` selects
+      the layers of several scans. Patterns with bars between them select one series, in the order
+      of use: ``"encoder/block/*|decoder/block/*"``. ``"attn_0&mlp_0|attn_1&mlp_1"`` selects blocks
+      that are several modules. A sequence of patterns, such as
       ``("text/blocks/*", "image/blocks/*")``, selects parallel series, one for each pattern; the
       last blocks of all series are in one group. None: the blocks described above.
     overrides: a dict from regular expressions to groups. All layers of a leaf are in this group if
@@ -134,7 +137,7 @@ def layer_groups(
     A :class:`LayerGroups`.
 
   Raises:
-    ValueError: the loss doesn't tell the blocks, and `blocks` is None; a pattern of `blocks`
+    ValueError: the trace doesn't tell the blocks, and `blocks` is None; a pattern of `blocks`
       selects nothing, or two patterns select one leaf; there are fewer blocks than groups; the loss
       uses no leaf, or a named axis that is not in `axis_name`; an override's group does not exist,
       or two overrides put a leaf into different groups.
@@ -222,7 +225,10 @@ def _model_of(
   # A dot in a key separates modules, too, since PyTorch has flat names, such as `h.0.attn.weight`.
   in_modules = [leaf._replace(path=leaf.path.replace(".", "/")) for leaf in leaves]
   flow = _flow.trace_flow(program, len(leaves), data)
-  model = _traced_leaves.Model(in_modules, list(described.uses), described.scans, flow)
+  scanned = {leaf for scan in described.scans for leaf in scan.axis_of}
+  indexed = [stack for stack in flow.stacks if scanned.isdisjoint(stack.axis_of)]
+  scans = [*described.scans, *indexed]
+  model = _traced_leaves.Model(in_modules, list(described.uses), scans, flow)
   if not model.order:
     raise ValueError(
       f"`layer_groups` found no leaf among the {len(leaves)} of `params` that the loss uses. Pass"

@@ -264,7 +264,7 @@ class LeafUses(_jaxpr.Interpreter[Value]):
       inputs = self._note_generated(equation, inputs)
     leaves = frozenset() if data else frozenset().union(*(v.leaves for v in inputs))
     summed = any(
-      v.penalty or (v.leaves and atom.aval.shape)
+      v.penalty or (v.leaves and atom.aval.size > 1 and not (rule.is_lookup or rule.is_entrywise))
       for v, atom in zip(inputs, equation.invars, strict=True)
     )
     by_data = rule.is_lookup and any(v.data for v in inputs[1:])

@@ -1,5 +1,6 @@
 """The leaves of a traced loss: their order of use, and which leaves follow which."""
 
+import collections
 from collections.abc import Iterable, Sequence
 import dataclasses
 import functools
@@ -53,12 +54,22 @@ class Model:
     return {leaf: place for place, leaf in enumerate(dict.fromkeys(self.uses))}
 
   @functools.cached_property
+  def again(self) -> set[int]:
+    """Returns the leaves that the loss uses several times."""
+    return {leaf for leaf, number in collections.Counter(self.uses).items() if number > 1}
+
+  @functools.cached_property
   def kernels(self) -> list[int]:
     """Returns the kernels in the order of first uses.
 
     A kernel is a leaf with a fan-in, or a leaf of unknown axes that has two or more axes.
     """
     return [i for i in self.order if _is_kernel(self.leaves[i])]
+
+  def count_kernels(self, leaves: Iterable[int]) -> int:
+    """Counts kernels among leaves; a leaf that a scan slices has a kernel for each step."""
+    lengths = {leaf: scan.length for scan in self.layer_scans for leaf in scan.axis_of}
+    return sum(lengths.get(i, 1) for i in set(leaves).intersection(self.kernels))
 
   def in_order(self, leaves: Iterable[int]) -> list[int]:
     """Returns the leaves without those that the loss does not use, sorted by first use."""
@@ -70,16 +81,12 @@ class Model:
 
   @functools.cached_property
   def layer_scans(self) -> list[_leaf_uses.LayerScan]:
-    """Returns the scans in which a sliced leaf gets data from a sliced leaf, as layers in a row do.
+    """Returns the scans in which a leaf gets data from a slice of itself, as layers in a row do.
 
-    A scan that sums over experts of one kernel each is not among them.
+    A scan that sums over experts is not among them.
     """
     ever = self.flow.ever_upstream
-    return [
-      scan
-      for scan in self.scans
-      if any(not ever[leaf].isdisjoint(scan.axis_of) for leaf in scan.axis_of)
-    ]
+    return [scan for scan in self.scans if any(i in ever[i] for i in scan.axis_of)]
 
   def begin(self, part: Part) -> int:
     """Returns the position of a part's first used leaf in the order of first uses."""

@@ -246,7 +246,7 @@ def test_a_dot_in_a_key_separates_modules():
     plan = optax_boost.layer_groups(loss, flat, TOKENS, num_groups=num_groups)
     nested = plain_groups(num_groups=num_groups).groups
     assert plan.groups == tuple(tuple(path.replace("/", ".") for path in group) for group in nested)
-  # A matrix of biases, one per layer, is no kernel.
+  # The layers that the program takes from a flat leaf are blocks, too.
   stacked = {"layers.w": jnp.stack([jnp.eye(WIDTH)] * 2), "layers.bias": jnp.ones((2, WIDTH))}
 
   def unrolled(params, x):
@@ -254,7 +254,10 @@ def test_a_dot_in_a_key_separates_modules():
       x = jnp.tanh(x + params["layers.bias"][i]) @ params["layers.w"][i]
     return jnp.mean(x)
 
-  assert len(optax_boost.layer_groups(unrolled, stacked, X).groups) == 1
+  groups = optax_boost.layer_groups(unrolled, stacked, X).groups
+  assert groups == tuple(
+    tuple(LayerSlice(f"layers.{name}", 0, i, i + 1) for name in ("bias", "w")) for i in range(2)
+  )
 
 
 @pytest.mark.parametrize("scanned", [False, True])
