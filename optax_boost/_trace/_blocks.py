@@ -6,6 +6,7 @@ leaves that the loss uses before a series are a further block, and so are the le
 """
 
 from collections.abc import Mapping, Sequence
+import contextlib
 import glob
 import itertools
 import re
@@ -39,7 +40,8 @@ def blocks_by_default(model: _traced_leaves.Model, num_groups: int | None = None
   A series inside of another doesn't count. In a model without a series and without a chain, layers
   that are parallel share a block, if this makes at least `num_groups` blocks. Otherwise, or if
   `num_groups` is None, modules with one kernel each may be a series, too. Raises :class:`Unclear`
-  if the model has several series, or if none of these cases applies.
+  if the model has several series, if many kernels are beside its series, or if none of these cases
+  applies.
   """
   every, outermost = _series.find_series(model)
   if not outermost:
@@ -54,9 +56,17 @@ def blocks_by_default(model: _traced_leaves.Model, num_groups: int | None = None
     if num_groups is not None and joined.num_blocks >= num_groups:
       return joined
     every, outermost = _series.find_series(model, num_kernels=1)
-  if len(outermost) != 1:
-    raise Unclear(_ask_which_series(model, outermost) if outermost else _ask_for_blocks(model))
-  (series,) = outermost
+    answers = (_series.join_modules(model, each) for each in outermost)
+    of_several = next(filter(None, answers), [])
+    # The dense layers inside of a block are no series of the model.
+    outermost = [each for each in outermost if not _has_many_beside(model, [each], each.around)]
+    if len(outermost) != 1 or of_several:
+      pairs = itertools.pairwise(each.leaves for each in outermost)
+      are_parallel = not any(model.follows(later, earlier) for earlier, later in pairs)
+      raise Unclear(_ask_for_blocks(model, outermost if are_parallel else [], of_several))
+  series, *others = outermost
+  if others or _has_many_beside(model, outermost) or _series.join_modules(model, series):
+    raise Unclear(_ask_which_series(model, outermost))
   origin = f"blocks: {_describe(series)}"
   inner = [other for other in every if other is not series and _is_finer(model, other, series)]
   if inner:
@@ -106,49 +116,142 @@ def _is_finer(model: _traced_leaves.Model, inner: _series.Series, outer: _series
 
 
 def _describe(series: _series.Series) -> str:
-  kind = "steps of a scan" if series.parts[0].scan is not None else "modules"
+  kind = "stacked layers" if series.parts[0].scan is not None else "modules"
   return f"{_series.quoted(series.pattern)} ({series.length} {kind})"
 
 
+def _has_many_beside(
+  model: _traced_leaves.Model, series: Sequence[_series.Series], around: str = ""
+) -> bool:
+  """Returns whether a module has more kernels beside some series than in them.
+
+  `around` is the path of the module, with a slash; "" is the whole model. Kernels that neither get
+  data from the series nor give data to it count twice, since they are in no order with its blocks.
+  """
+  inside = frozenset[int]().union(*(each.leaves for each in series))
+  beside = {i for i in model.order if model.leaves[i].path.startswith(around)} - inside
+  unordered = {i for i in beside if not model.follows([i], inside)}
+  unordered -= frozenset[int]().union(*(model.flow.upstream[i] for i in inside))
+  return sum(map(model.count_kernels, (beside, unordered))) > model.count_kernels(inside)
+
+
 def _ask_which_series(model: _traced_leaves.Model, outermost: list[_series.Series]) -> str:
-  """Returns the message for a model with several series; it proposes values of `blocks`."""
-  patterns = [series.pattern for series in outermost]
-  beside = ", ".join(map(_series.quoted, patterns))
-  chain = "|".join(patterns)
-  listed = ", ".join(f"{_series.quoted(series.pattern)} ({series.length})" for series in outermost)
-  leaves = [series.leaves for series in outermost]
-  are_chained = all(map(model.follows, leaves[1:], leaves))
-  answers = [
-    f"blocks=({beside}) if they are side by side, each counted from its last block",
-    f"blocks={_series.quoted(chain)} if they are one after the other",
-  ]
-  return (
-    f"`layer_groups` finds {len(outermost)} series of blocks and must be told which to take:"
-    f" {listed}. Pass {'; '.join(answers[::-1] if are_chained else answers)}; or the pattern of one"
-    f" series, as blocks={_series.quoted(patterns[0])}, whose blocks are then the only ones."
+  """Returns the message for a model with several series, or with many kernels beside its series."""
+  inside = frozenset[int]().union(*(each.leaves for each in outermost))
+  total, num_beside = map(model.count_kernels, (model.order, model.order.keys() - inside))
+  found = ", ".join(f"{_series.quoted(each.pattern)} ({each.length})" for each in outermost)
+  what = f"{len(outermost)} series of blocks and must be told which to take: {found}"
+  if len(outermost) == 1:
+    what = (
+      f"the blocks {found}, but {num_beside} of {total} kernels beside them, and must be told"
+      " whether they are the only blocks"
+    )
+  units = list(outermost)
+  if _has_many_beside(model, outermost):
+    units += [
+      _series.Series([_traced_leaves.Part(frozenset(leaves))], glob.escape(module))
+      for module, leaves in _modules_beside(model, outermost).items()
+    ]
+    units.sort(key=lambda unit: model.begin(unit.parts[0]))
+  towers: list[list[_series.Series]] = []
+  for unit in units:
+    first = unit.parts[0].leaves
+    before = [tower for tower in towers if model.follows(first, tower[-1].leaves)]
+    if before:
+      before[0].append(unit)
+    else:
+      towers.append([unit])
+  joined = ["|".join(unit.pattern for unit in tower) for tower in towers]
+  of_several = _series.join_modules(model, outermost[0])
+  in_order = "if they are one after the other"
+  beside = "if they are side by side, each counted from its last block"
+  answers = _answers(
+    model,
+    ([] if len(joined) > 1 else of_several, "if these modules are one block each"),
+    (joined if len(units) > 1 else [], beside if len(joined) > 1 else in_order),
+    ([each.pattern for each in outermost] if len(outermost) > 1 else [], beside),
+    (["|".join(unit.pattern for unit in units)] if len(units) > 1 else [], in_order),
+    ([outermost[0].pattern], "for these blocks alone"),
   )
+  return f"`layer_groups` finds {what}. Pass {answers}."
 
 
-def _ask_for_blocks(model: _traced_leaves.Model) -> str:
-  """Returns the message for a model without a series; it proposes values of `blocks`."""
+def _modules_beside(
+  model: _traced_leaves.Model, outermost: Sequence[_series.Series]
+) -> dict[str, list[int]]:
+  """Returns modules without blocks of a series that may be blocks, too.
+
+  These are the outermost modules with several kernels, or with one if none has several. A module is
+  divided into its modules if it has more than twice as many kernels as any block.
+  """
+  parts = [part for each in outermost for part in each.parts]
+  largest = max(model.count_kernels(part.leaves) // part.length for part in parts)
+  inside = frozenset[int]().union(*(part.leaves for part in parts))
+  within = {module for i in inside for module in _modules_of(model.leaves[i].path)}
+  modules: dict[str, list[int]] = {}
+  remaining = [(i, _modules_of(model.leaves[i].path)) for i in model.order.keys() - inside]
+  while remaining:
+    members: dict[str, list[int]] = {}
+    for i, around in remaining:
+      for module in [m for m in around if m not in within][:1]:
+        members.setdefault(module, []).append(i)
+    large = {
+      module
+      for module, leaves in members.items()
+      if model.count_kernels(leaves) > 2 * largest
+      and any(_modules_of(model.leaves[i].path)[-1] != module for i in leaves)
+    }
+    modules |= {m: leaves for m, leaves in members.items() if m not in large}
+    within |= large
+    remaining = [row for row in remaining if large.intersection(row[1])]
+  sizes = {module: model.count_kernels(leaves) for module, leaves in modules.items()}
+  smallest = 2 if max(sizes.values(), default=0) > 1 else 1
+  return {module: leaves for module, leaves in modules.items() if sizes[module] >= smallest}
+
+
+def _ask_for_blocks(
+  model: _traced_leaves.Model, towers: Sequence[_series.Series], joined: list[str]
+) -> str:
+  """Returns the message for a model without a series of modules with several kernels each.
+
+  `towers` are series of modules with one kernel each. `joined` has the pattern of blocks of several
+  such modules, if there are any.
+  """
   top = model.top_modules()
   large = [m for m, leaves in top.items() if len(set(leaves).intersection(model.kernels)) > 1]
-  answers = []
-  if len(large) > 1:
-    are_chained = all(model.follows(top[b], top[a]) for a, b in itertools.pairwise(large))
-    patterns = [glob.escape(module) for module in large]
-    code, words = f"({', '.join(map(_series.quoted, patterns))})", "side by side"
-    if are_chained:
-      code, words = _series.quoted("|".join(patterns)), "one after the other"
-    answers.append(f"blocks={code} for these modules, {words}")
+  modules = list(map(glob.escape, large)) if len(large) > 1 else []
+  are_chained = all(model.follows(top[b], top[a]) for a, b in itertools.pairwise(large))
   wide = [m for m, leaves in top.items() if any(len(model.leaves[i].shape) > 1 for i in leaves)]
   every = dict.fromkeys(re.sub(r"\d+$", "*", glob.escape(module)) for module in wide or top)
-  answers.append(f"blocks={_series.quoted('|'.join(every))} for each of these, one after the other")
+  in_order, side_by_side = (
+    "for these modules, one after the other",
+    "for these modules, side by side",
+  )
+  answers = _answers(
+    model,
+    (joined, "if these modules are one block each"),
+    (["|".join(modules)] if are_chained else modules, in_order if are_chained else side_by_side),
+    ([tower.pattern for tower in towers], "for these layers, side by side"),
+    (["|".join(every)], "for each of these, one after the other"),
+  )
   return (
     "`layer_groups` must be told the blocks of this model: there is no numbered series of modules"
     " with several kernels, one after the other, no scan over layers, and the layers are no plain"
-    f" chain. Pass {'; or '.join(answers)}, where `*` is any part of a name."
+    f" chain. Pass {answers}, where `*` is any part of a name."
   )
+
+
+def _answers(model: _traced_leaves.Model, *answers: tuple[list[str], str]) -> str:
+  """Returns values of `blocks` with words, each value once, without values that are refused."""
+  texts: dict[str, str] = {}
+  for patterns, words in answers:
+    code = ", ".join(map(_series.quoted, patterns))
+    code = f"({code})" if len(patterns) > 1 else code
+    with contextlib.suppress(ValueError):
+      if patterns and code not in texts:
+        blocks_of_patterns(model, patterns)
+        texts[code] = f"blocks={code} {words}"
+  return "; or ".join(texts.values())
 
 
 def _place(model: _traced_leaves.Model, towers: Sequence[_series.Series], origin: str) -> Blocks:
@@ -335,7 +438,7 @@ def _blocks_of_layers(
       if layer.scan is None:
         layers_of.setdefault(model.leaves[leaf].path.rpartition("/")[0], set()).add(count)
     count += layer.length
-  outer = {module for leaf in model.leaves for module in _modules_around(leaf.path)}
+  outer = {module for leaf in model.leaves for module in ["", *_modules_of(leaf.path)[:-1]]}
   shared = {i: scan for scan in model.layer_scans for i in _shared(model, scan)}
   for leaf, place in model.order.items():
     if leaf in by_leaf:
@@ -353,7 +456,7 @@ def _blocks_of_layers(
   return Blocks(by_leaf, max(count, 1), origin)
 
 
-def _modules_around(path: str) -> list[str]:
-  """Returns the paths of the modules that enclose a leaf's innermost module, from the root on."""
+def _modules_of(path: str) -> list[str]:
+  """Returns the paths of the modules that enclose a leaf, from the outermost on."""
   names = path.split("/")[:-1]
-  return ["/".join(names[:end]) for end in range(len(names))]
+  return ["/".join(names[:end]) for end in range(1, len(names) + 1)]

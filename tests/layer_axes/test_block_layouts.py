@@ -104,7 +104,7 @@ def test_several_series_are_a_question_that_names_them(name, series):
     by_default(name)
   # Each follows the one before, so the chain is the first answer.
   first, second = '", "'.join(series), "|".join(series)
-  assert f'Pass blocks="{second}" if they are one after the other; blocks=("{first}") if' in str(
+  assert f'Pass blocks="{second}" if they are one after the other; or blocks=("{first}") if' in str(
     question.value
   )
 

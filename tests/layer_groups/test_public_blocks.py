@@ -245,7 +245,7 @@ def test_a_mixture_of_experts_that_scans_over_layers_has_a_group_for_each_layer(
 
   plan = groups_of(loss, params, TOKENS)
   holds(plan, params, "embed", *(f"layers[{i}]" for i in range(LAYERS)), "norm head")
-  assert 'blocks: "layers[*]" (3 steps of a scan)' in str(plan)
+  assert 'blocks: "layers[*]" (3 stacked layers)' in str(plan)
 
 
 def test_a_scan_over_experts_is_inside_its_layer():
