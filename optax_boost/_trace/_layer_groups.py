@@ -35,6 +35,8 @@ class LayerSlice(NamedTuple):
 class LayerGroups:
   """The groups of a model's leaves, made by :func:`layer_groups`; ``print`` shows them.
 
+  ``len(groups)`` is their number, which freezing schedules take.
+
   Attributes:
     groups: for each group, the paths of its leaves in the order of the forward pass. If a group has
       only some layers of a leaf, a :class:`LayerSlice` replaces the path. It is printed as
@@ -51,6 +53,9 @@ class LayerGroups:
   unused: tuple[str, ...] = ()
   reused: tuple[str, ...] = ()
   origin: str = dataclasses.field(default="", compare=False)
+
+  def __len__(self) -> int:
+    return len(self.groups)
 
   def __str__(self) -> str:
     total = max(sum(self.sizes), 1)
@@ -418,10 +423,9 @@ def _numbers_along_axis(leaf: _layer_axes.Leaf, in_plan: _SlicedLeaf, method: st
 
 def count_groups(groups: Groups) -> int:
   """Returns the number of groups in a plan or in a sequence of patterns; else raises TypeError."""
-  if isinstance(groups, LayerGroups):
-    return len(groups.groups)
-  words = "what `layer_groups` returned, or a sequence of regular expressions, one per group"
-  _patterns.check_patterns("groups", groups, words)
+  if not isinstance(groups, LayerGroups):
+    words = "what `layer_groups` returned, or a sequence of regular expressions, one per group"
+    _patterns.check_patterns("groups", groups, words)
   return len(groups)
 
 

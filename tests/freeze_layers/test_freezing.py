@@ -218,6 +218,24 @@ def test_groups_that_thaw_together_do_so_with_the_first_of_them():
   assert ours.tolist() == [max(d for d in allowed if d <= depth) for depth in each]
 
 
+@pytest.mark.parametrize("groups", [2, 8, 40])
+def test_the_first_half_of_the_groups_may_thaw_upward(groups):
+  half, every = groups // 2, 7
+  steps = np.arange(20_000)
+  each = optax_boost.gradual_unfreezing(groups, every, frozen_groups=half, max_depths=groups)
+  assert np.array_equal(depths_of(each), np.maximum(half - steps // every, 0))
+  schedule = optax_boost.gradual_unfreezing(groups, every, frozen_groups=half)
+  depths = depths_of(schedule)
+  assert (depths[0], depths[-1]) == (half, 0)
+  assert sorted(set(depths.tolist())) == list(schedule.depths)
+  # The schedule says for how long each depth lasts.
+  changes = np.flatnonzero(np.diff(depths)) + 1
+  lasts = np.asarray(jax.vmap(schedule.lasts)(steps[: changes[-1]]))
+  assert np.array_equal(
+    lasts, changes[np.searchsorted(changes, steps[: changes[-1]], "right")] - steps[: changes[-1]]
+  )
+
+
 def test_groups_that_are_frozen_together_are_annealed_together():
   schedule = optax_boost.progressive_freezing(14, 100, first=0.4)
   each = optax_boost.progressive_freezing(14, 100, first=0.4, max_depths=14)

@@ -66,6 +66,7 @@ def test_groups_follow_the_forward_pass_through(wrap):
     lambda p, x: chain_loss(p, x, wrap), params, BATCH, num_groups=LAYERS
   )
   assert plan.groups == IN_ORDER
+  assert len(plan) == LAYERS
   assert plan.sizes == (72,) * LAYERS
   assert plan.unused == plan.reused == ()
 

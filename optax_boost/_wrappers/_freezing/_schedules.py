@@ -390,16 +390,21 @@ def fixed_freezing(
 
 
 def gradual_unfreezing(
-  num_groups: int, every: int, *, max_depths: int = _MOST_DEPTHS
+  num_groups: int,
+  every: int,
+  *,
+  frozen_groups: int | None = None,
+  max_depths: int = _MOST_DEPTHS,
 ) -> FreezeSchedule:
-  r"""Trains the last group first, and every n steps thaws the group before the trained groups.
+  r"""Trains the last groups first, and every n steps thaws the group before the trained groups.
 
-  In step t the first :math:`\max(G - 1 - \lfloor t / n \rfloor, 0)` groups are frozen.
+  In step t the first :math:`\max(F - \lfloor t / n \rfloor, 0)` groups are frozen.
 
   Args:
     num_groups: the number of groups G.
     every: the steps n from one thaw to the next, an epoch in the paper. Raising it keeps the first
       layers unchanged for longer and saves more time.
+    frozen_groups: how many groups F are frozen at first. None: all but the last, as in the paper.
     max_depths: as for :func:`continuous_freezing`. With more groups than depths, neighboring groups
       are thawed together, at the earliest of their times.
 
@@ -411,23 +416,28 @@ def gradual_unfreezing(
     >>> schedule = optax_boost.gradual_unfreezing(3, every=10)
     >>> [int(schedule.frozen_groups(jnp.int32(step), None)) for step in (0, 9, 10, 20, 99)]
     [2, 2, 1, 0, 0]
+    >>> half = optax_boost.gradual_unfreezing(8, every=10, frozen_groups=4)
+    >>> [int(half.frozen_groups(jnp.int32(step), None)) for step in (0, 9, 10, 20, 99)]
+    [4, 4, 3, 2, 0]
 
   References:
     Howard, Ruder, `Universal Language Model Fine-tuning <https://arxiv.org/abs/1801.06146>`_, 2018.
   """
-  depths = _spread_depths(num_groups, max_depths)
+  num_groups = _check_num_groups(num_groups)
+  first = num_groups - 1 if frozen_groups is None else frozen_groups
+  _checks.check_whole_number("frozen_groups", first, minimum=0, maximum=num_groups - 1, static=True)
+  depths = _spread_depths(first + 1, max_depths)
   _checks.check_whole_number("every", every, static=True)
   # Not every number of groups is a depth. In a step that should freeze i groups, `allowed[i]`
   # groups are frozen: the largest depth that is at most i.
-  allowed = depths[np.searchsorted(depths, np.arange(num_groups), side="right") - 1]
+  allowed = depths[np.searchsorted(depths, np.arange(first + 1), side="right") - 1]
 
-  def frozen_groups(count: _types.IntScalar, key: jax.Array) -> _types.IntScalar:
-    return jnp.asarray(allowed)[jnp.maximum(num_groups - 1 - count // every, 0)]
+  def depth(count: _types.IntScalar, key: jax.Array | None = None) -> _types.IntScalar:
+    return jnp.asarray(allowed)[jnp.maximum(first - count // every, 0)]
 
   def lasts(count: _types.IntScalar) -> _types.IntScalar:
-    depth = jnp.asarray(allowed)[jnp.maximum(num_groups - 1 - count // every, 0)]
-    # The depth changes in the first step that should freeze fewer than `depth` groups.
-    thaw = (num_groups - depth) * every
-    return jnp.where(depth == 0, _checks.LARGEST_COUNT, thaw - count)
+    # The depth changes in the first step that should freeze fewer groups.
+    thaw = (first + 1 - depth(count)) * every
+    return jnp.where(depth(count) == 0, _checks.LARGEST_COUNT, thaw - count)
 
-  return FreezeSchedule(num_groups, frozen_groups, depths=depths, lasts=lasts)
+  return FreezeSchedule(num_groups, depth, depths=depths, lasts=lasts)

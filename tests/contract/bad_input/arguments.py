@@ -80,7 +80,7 @@ KINDS: dict[str | tuple[str, str], Kind] = {
   ("sequence_length_warmup", "factor"): kinds.count(2, static=True),
   "warmup_fraction": _OPEN,
   "axes": Kind(kinds.all_but("None", "dict")),
-  ("fixed_freezing", "frozen_groups"): kinds.count(0, static=True),
+  "frozen_groups": kinds.count(0, static=True),
   "max_search": Kind(kinds.all_but("None", "text", "whole"), {"0": 0, "name": "fast"}),
   **dict.fromkeys(("inner", "tx", "second", ("switch_after", "first")), kinds.TX),
   **dict.fromkeys(("exclude", "weight_decay_mask"), kinds.SELECTOR),
