@@ -1,11 +1,14 @@
 """Writes the tables of methods and metrics, the sidebar and the reference.
 
 ``python docs/card_tables.py`` makes all of them from the cards: the table of metrics from their
-sections `Metrics`, the rest from their headers. The tables and the sidebar stand between two
+sections `Metrics`, the rest from their headers. The files in which the public names are defined
+come from the installed package. The tables and the sidebar stand between two
 comments that name this command; the pages of the reference are made whole.
 """
 
 from collections.abc import Iterator
+import importlib
+import inspect
 import pathlib
 import re
 from typing import NamedTuple
@@ -27,7 +30,7 @@ METRIC = re.compile(
   r" \| (?P<alarm>[^|]+) \|\n"
 )
 # What users want: the six tools first, in the order of how many want them, then presets and
-# comparisons, then what few need. README, the pages' index, the sidebar and choosing.md follow it.
+# comparisons, then what few need. The pages' index, the sidebar and choosing.md follow it.
 WISHES = (
   "fine-tune a part of a model (`requires_grad`, LLRD)",
   "larger batches than fit (`MultiSteps`)",
@@ -130,14 +133,14 @@ def read_metrics(path: pathlib.Path, text: str) -> list[Metric]:
   return [Metric(**row.groupdict()) for row in rows if row is not None]
 
 
-def wishes_table(cards: list[Card], folder: str) -> Iterator[str]:
+def wishes_table(cards: list[Card]) -> Iterator[str]:
   """Each wish with the methods that serve it, and whether they help."""
   yield "| you want | take | does it help? |"
   yield "|---|---|---|"
   last = ""
   for card in cards:
     wish = "" if card.wish == last else card.wish
-    yield f"| {wish} | [{card.title}]({folder}{card.file}) | {card.verdict} |"
+    yield f"| {wish} | [{card.title}](cards/{card.file}) | {card.verdict} |"
     last = card.wish
 
 
@@ -190,16 +193,34 @@ def reference(card: Card) -> Iterator[str]:
   yield "```\n"
 
 
+def sources(cards: list[Card]) -> Iterator[str]:
+  """The reference for readers of the repository: the file in which each public name is defined."""
+  yield f"{MADE}\n# Reference\n"
+  yield "The public names by card. The docstrings have arguments, results, errors and an example.\n"
+  yield "| card | names, with their files |"
+  yield "|---|---|"
+  root = pathlib.Path(importlib.import_module("optax_boost").__path__[0]).parent
+  for card in cards:
+    files = {}
+    for name in re.findall(r"`(.+?)`", card.names):
+      module, _, attribute = f"optax_boost.{name}".rpartition(".")
+      found = inspect.unwrap(getattr(importlib.import_module(module), attribute))
+      files[name] = pathlib.Path(inspect.getfile(found)).relative_to(root).as_posix()
+    names = ", ".join(f"[`{name}`](../../{file})" for name, file in files.items())
+    yield f"| [{card.title}](../cards/{card.file}) | {names} |"
+  yield ""
+
+
 def pages() -> dict[pathlib.Path, str]:
   """The pages with their generated parts renewed."""
   cards = read_cards()
   parts = {
-    DOCS.parent / "README.md": [wishes_table(cards, "docs/cards/")],
-    DOCS / "index.md": [wishes_table(cards, "cards/"), sidebar(cards)],
+    DOCS / "index.md": [wishes_table(cards), sidebar(cards)],
     DOCS / "metrics.md": [metrics_table(cards)],
     CARDS / "index.md": [cards_table(cards)],
   }
   texts = {DOCS / "reference" / card.file: "\n".join(reference(card)) for card in cards}
+  texts[DOCS / "reference" / "README.md"] = "\n".join(sources(cards))
   for path, blocks in parts.items():
     made = ("\n".join(["", *lines, ""]) for lines in blocks)
     texts[path] = BETWEEN.sub(

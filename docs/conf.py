@@ -49,7 +49,7 @@ html_title = f"optax_boost {release}"
 html_static_path = ["_static"]
 html_css_files = ["layout.css"]
 html_show_sourcelink = False
-exclude_patterns = ["build"]
+exclude_patterns = ["build", "reference/README.md"]  # the latter is for readers of the repository
 myst_enable_extensions = ["colon_fence"]  # tabs around blocks of code
 myst_heading_anchors = 3
 # `make docs` executes the notebooks, which other builds show without outputs.

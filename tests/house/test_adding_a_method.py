@@ -140,9 +140,9 @@ def test_the_example_is_one_file_one_export_one_row_one_card_and_one_line():
   ]
 
 
-def test_the_new_card_has_a_line_in_the_readme(copy):
-  readme = (copy / "README.md").read_text(encoding="utf-8")
-  assert f"| [`{METHOD}`](docs/cards/{METHOD}.md) | Sometimes" in readme
+def test_the_new_card_has_a_line_in_the_table_of_all_methods(copy):
+  index = (copy / "docs" / "index.md").read_text(encoding="utf-8")
+  assert f"| [`{METHOD}`](cards/{METHOD}.md) | Sometimes" in index
 
 
 def test_every_test_that_can_see_the_new_method_passes(copy):

@@ -14,7 +14,7 @@ def example(import_example, monkeypatch, tmp_path):
   sizes = {"LAYERS": 4, "WIDTH": 8, "HEADS": 2, "LENGTH": 8}
   for name, value in sizes.items():
     monkeypatch.setattr(example._transformer, name, value)
-  text = (pathlib.Path(__file__).parents[2] / "LICENSE").read_text()
+  text = (pathlib.Path(__file__).parents[2] / "LICENSE").read_text(encoding="utf-8")
   library = tmp_path / "library"
   library.mkdir()
   for number in range(3):
