@@ -166,20 +166,12 @@ class Sequences:
     opt_state = optax.tree.set(state.opt_state, peak=jnp.float32(peak), total=jnp.float32(steps))
     return state._replace(opt_state=opt_state)
 
-  def seconds(self, count: int, lengths: tuple[int, ...]) -> dict[int, float]:
-    """Seconds of a step at each length, the least of three measurements, after compiling."""
-    found: dict[int, float] = {}
-    for length in lengths:
-      state = self.start(0, 1e-3, 1000)
-      times = []
-      for calls in (2, 5, 5, 5):
-        start = time.perf_counter()
-        for i in range(calls):
-          state, _ = self.step(state, self.batch(i, count, length))
-        jax.block_until_ready(state)
-        times.append((time.perf_counter() - start) / calls)
-      found[length] = min(times[1:])
-    return found
+  def prices(self, count: int) -> dict[int, float]:
+    """The price of each length of a level; its programs are compiled then."""
+    whole = self.batch(0, count, self.full)
+    schedule = optax_boost.sequence_length_warmup(self.full, 1000)
+    step = self.step.on_copy(self.start(0, 1e-3, 1000))
+    return optax_boost.length_prices(step, whole, schedule)
 
   def train(
     self, seed: int, count: int, peak: float, steps: int, length_of: Callable[[int], int]
@@ -206,21 +198,18 @@ def sequences(small: bool) -> Iterator[Row]:
     title = f"width {plan.model.width}, {full:,} tokens"
     tries: dict[tuple[int, float], dict[str, float]] = {}
     for count, rate in plan.tries:
-      made.seconds(count, (full,))
+      made.train(0, count, rate, 2, whole)  # compiles
       steps = plan.tokens // (count * full)
       tries[count, rate] = made.train(0, count, rate, steps, whole)
       yield f"{title}: O0, batch {count}, rate {rate:g}", tries[count, rate]
     (count, rate), base = min(tries.items(), key=lambda item: item[1]["loss"])
-    steps = int(base["steps"])
-    lengths = optax_boost.sequence_length_warmup(full, 1000).lengths
-    seconds = made.seconds(count, lengths)
-    prices = {length: seconds[length] / seconds[full] for length in lengths}
+    prices = made.prices(count)
     for length, price in prices.items():
-      yield f"{title}: a step of {length:,}", {"seconds": seconds[length], "of O0's": price}
-    trained = functools.partial(_at_level, made, count, rate, steps, prices)
+      yield f"{title}: a step of {length:,}", {"of O0's": price}
+    trained = functools.partial(at_level, made, count, rate, int(base["steps"]), prices)
     for level, share in [*(("O1", share) for share in plan.shares), ("O2", plan.shares[0])]:
       yield f"{title}: {level}, {share} of the time", trained(level, share, 0)
-    yield f"{title}: O0, seed 1", made.train(1, count, rate, steps, whole)
+    yield f"{title}: O0, seed 1", made.train(1, count, rate, int(base["steps"]), whole)
     share = plan.shares[0]
     yield f"{title}: O1, {share} of the time, seed 1", trained("O1", share, 1)
 
@@ -230,7 +219,7 @@ def _whole(full: int, step: int) -> int:
   return full
 
 
-def _at_level(
+def at_level(
   made: Sequences,
   count: int,
   rate: float,
@@ -240,17 +229,21 @@ def _at_level(
   share: float,
   seed: int,
 ) -> dict[str, float]:
-  """Trains at a level for a share of O0's time: the more steps, the less its steps take."""
-  schedule = functools.partial(_schedule, level, made.full)
+  """Trains at a level for a share of O0's time: the more steps, the less its steps take.
+
+  Lengths that save no time are left out. If none is left, the level is O0, and isn't trained.
+  """
+
+  def schedule(steps: int) -> optax_boost.LengthSchedule:
+    boost = optax_boost.auto_boost(level, steps, sequence_length=made.full, length_prices=prices)
+    assert boost.length_schedule is not None
+    return boost.length_schedule
+
+  if len(schedule(1000).lengths) == 1:
+    return {"as O0, lengths": 1}
   mean = np.mean([prices[schedule(1000)(i)] for i in range(1000)])
   steps = max(2, round(share * whole_steps / mean))
   return made.train(seed, count, rate, steps, schedule(steps))
-
-
-def _schedule(level: str, full: int, steps: int) -> Callable[[int], int]:
-  schedule = optax_boost.auto_boost(level, steps, sequence_length=full).length_schedule
-  assert schedule is not None
-  return schedule
 
 
 class ResNet(nn.Module):
