@@ -125,6 +125,7 @@ class _FlowAnalysis(_jaxpr.Interpreter[_Value]):
     # so first (None: in no loop), and whether its leaf was upstream of this data.
     self._taken: dict[tuple[int, _Entries | None], tuple[int | None, bool]] = {}
     self._loop: int | None = None
+    self._shared_by: dict[int | None, int] = {}  # for each loop, the leaves that all iterations use
 
   def constant(self, value: jax.typing.ArrayLike) -> _Value:
     is_data = self._definition >= DataKind.CONSTANT and np.size(value) > 1
@@ -203,6 +204,7 @@ class _FlowAnalysis(_jaxpr.Interpreter[_Value]):
     shared = self._met & _unite(v.unmet_leaves for v in inputs[: carry.start])
     if shared:
       self.loops.append(shared)
+      self._shared_by[id(equation)] = shared
     self._met |= met
     self._loop = outer
     return [value._replace(numbers=None) for value in outputs]
@@ -261,14 +263,18 @@ class _FlowAnalysis(_jaxpr.Interpreter[_Value]):
       places.setdefault(leaf, []).append((place, entries))
     for leaf, rows in places.items():
       taken = [entries for _, entries in rows if entries is not None]
-      indices = [index for entries in taken for index in entries.indices]
-      if len(taken) < len(rows) or len({entries.axis for entries in taken}) > 1:
+      # A loop may take several entries in an iteration.
+      columns = zip(*(entries.indices for entries in taken), strict=False)
+      indices = [index for column in columns for index in column]
+      loops = {self._taken[leaf, entries][0] for entries in taken}
+      is_alike = len({(entries.axis, len(entries.indices)) for entries in taken}) == 1
+      if len(taken) < len(rows) or not is_alike or len(loops) > 1:
         continue
       axis, reverse = taken[0].axis, indices[0] > 0
       length = self._shapes[leaf][axis]
       if indices[:: -1 if reverse else 1] != list(range(length)):
         continue
-      loop = self._taken[leaf, taken[0]][0] if len(taken) == 1 else None
+      loop = loops.pop() if len(taken[0].indices) > 1 else None
       if loop is not None or all(self._taken[leaf, each][1] for each in taken[1:]):
         in_a_row.add(leaf)
       spans = [range(place, place + 1) for place, _ in rows]
@@ -282,8 +288,13 @@ class _FlowAnalysis(_jaxpr.Interpreter[_Value]):
       else:
         stacks.append(({leaf: axis}, spans))
     return [
-      _leaf_uses.LayerScan(tuple(sorted(axes.items())), frozenset(), length, reverse)
-      for (length, reverse, _), stacks in found.items()
+      _leaf_uses.LayerScan(
+        tuple(sorted(axes.items())),
+        _leaves_in(self._shared_by.get(loop, 0)).difference(axes),
+        length,
+        reverse,
+      )
+      for (length, reverse, loop), stacks in found.items()
       for axes, _ in stacks
       if not in_a_row.isdisjoint(axes)
     ]

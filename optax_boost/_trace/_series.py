@@ -45,7 +45,9 @@ def find_series(
   The list of all series begins with the outermost. In a series of modules, two or more modules have
   at least `num_kernels` kernels. In a scan, each step has at least `num_kernels` kernels.
   """
-  numbered = _numbered_series(model, num_kernels)
+  numbered = [
+    series for series in _numbered_series(model, num_kernels) if not _are_stacks(model, series)
+  ]
   scans = [
     _series_of_scan(model, scan)
     for scan in model.layer_scans
@@ -65,6 +67,15 @@ def find_series(
       joined = inner.setdefault(pattern, Series([], pattern))
       joined.parts.extend(series.parts)
   return [*outermost, *inner.values()], outermost
+
+
+def _are_stacks(model: _traced_leaves.Model, series: Series) -> bool:
+  """Returns whether each module of a series is the layers of one scan, as in AlphaFold."""
+  kernels = set(model.kernels)
+  return all(
+    any(part.leaves & kernels <= scan.axis_of.keys() for scan in model.layer_scans)
+    for part in series.parts
+  )
 
 
 def _generalize(pattern: str) -> str:

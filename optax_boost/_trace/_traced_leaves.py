@@ -83,10 +83,16 @@ class Model:
   def layer_scans(self) -> list[_leaf_uses.LayerScan]:
     """Returns the scans in which a leaf gets data from a slice of itself, as layers in a row do.
 
-    A scan that sums over experts is not among them.
+    A scan that sums over experts is not among them, nor a recurrence that takes other leaves than
+    kernels step by step, such as positions.
     """
-    ever = self.flow.ever_upstream
-    return [scan for scan in self.scans if any(i in ever[i] for i in scan.axis_of)]
+    ever, kernels = self.flow.ever_upstream, set(self.kernels)
+    return [
+      scan
+      for scan in self.scans
+      if any(i in ever[i] for i in scan.axis_of)
+      and (kernels.intersection(scan.axis_of) or kernels.isdisjoint(scan.shared))
+    ]
 
   def begin(self, part: Part) -> int:
     """Returns the position of a part's first used leaf in the order of first uses."""

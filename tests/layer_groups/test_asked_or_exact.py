@@ -332,6 +332,14 @@ INDEXED = {
     lambda stack, h: jax.lax.fori_loop(0, LAYERS, lambda i, h: layer(h, at(stack, i)), h),
     UP,
   ),
+  "two in an iteration": (
+    lambda stack, h: jax.lax.scan(
+      lambda h, i: (layer(layer(h, at(stack, 2 * i)), at(stack, 2 * i + 1)), None),
+      h,
+      jnp.arange(LAYERS // 2),
+    )[0],
+    UP,
+  ),
   "python": (in_python(UP), UP),
   "python from the last": (in_python(DOWN), DOWN),
   "take": (
@@ -440,3 +448,49 @@ def test_a_model_that_samples_by_a_detached_pass_has_a_group_for_each_layer():
 
   plan = optax_boost.layer_groups(refined, params, X)
   assert modules(plan) == ["embed", "layer_0", "layer_1", "layer_2", "head"]
+
+
+def test_positions_that_a_recurrence_takes_step_by_step_are_no_layers():
+  params = {
+    "cell": {"w": kernel(8, 8), "u": kernel(4, 8)},
+    "pos": kernel(2, 8),
+    "head": kernel(8, 2),
+  }
+
+  def loss(params, x):
+    cell = params["cell"]
+
+    def step(h, i):
+      return jnp.tanh(h @ cell["w"] + params["pos"][i] + x[i] @ cell["u"]), None
+
+    h, _ = jax.lax.scan(step, jnp.zeros(8), jnp.arange(2))
+    return jnp.mean((h @ params["head"]) ** 2)
+
+  assert modules(optax_boost.layer_groups(loss, params, X)) == ["cell pos", "head"]
+
+
+def test_two_stacks_of_alphafold_are_asked_about_layer_by_layer():
+  stacks = {"__layer_stack/extra": 3, "__layer_stack_1/evoformer": 4}
+  names = {name: [f"net/{name}/row//{part}" for part in ("up", "down")] for name in stacks}
+  params = {"net/embed": {"w": kernel(4, 8)}, "net/head": {"w": kernel(8, 2)}}
+  for name, length in stacks.items():
+    params |= {part: {"w": kernel(length, 8, 8)} for part in names[name]}
+
+  def loss(params, x):
+    h = x @ params["net/embed"]["w"]
+    for name, length in stacks.items():
+      up, down = (params[part]["w"] for part in names[name])
+      h = jax.lax.fori_loop(0, length, lambda i, h, u=up, d=down: h + jnp.tanh(h @ u[i]) @ d[i], h)
+    return jnp.mean((h @ params["net/head"]["w"]) ** 2)
+
+  first = answers(loss, params, X)[0]
+  plan = optax_boost.layer_groups(loss, params, X, blocks=first)
+  assert [set(group) for group in plan.groups] == [
+    {"net/embed/w"},
+    *(
+      {LayerSlice(f"{part}/w", 0, i, i + 1) for part in names[name]}
+      for name, length in stacks.items()
+      for i in range(length)
+    ),
+    {"net/head/w"},
+  ]
