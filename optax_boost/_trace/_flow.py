@@ -228,9 +228,10 @@ class _FlowAnalysis(_jaxpr.Interpreter[_Value]):
 
   def _take(self, equation: _types.Equation, inputs: list[_Value]) -> list[_Entries] | None:
     """Returns for each result of an equation which entries of a leaf it is, or None if not so."""
-    if not (inputs and inputs[0].is_leaf):
+    leaf = inputs[0].unmet_leaves.bit_length() - 1 if inputs and inputs[0].is_leaf else None
+    # The body of a scan gets a slice of a leaf, and that of `shard_map` a part.
+    if leaf is None or equation.invars[0].aval.shape != self._shapes[leaf]:
       return None
-    leaf = inputs[0].unmet_leaves.bit_length() - 1
     picked = _picked(equation, [v.numbers for v in inputs], self._shapes[leaf])
     return None if picked is None else [_Entries(leaf, *each) for each in picked]
 

@@ -494,3 +494,37 @@ def test_two_stacks_of_alphafold_are_asked_about_layer_by_layer():
     ),
     {"net/head/w"},
   ]
+
+
+def test_parts_of_a_slice_of_a_scan_are_no_layers():
+  params = {"qkv": kernel(4, 3, 8, 8), "out": kernel(4, 8, 8)}
+
+  def body(h, p):
+    q, k, v = (h @ p["qkv"][i] for i in range(3))
+    return h + jnp.tanh(q * k * v) @ p["out"], None
+
+  def loss(params, x):
+    return jnp.mean(jax.lax.scan(body, x, params)[0])
+
+  plan = optax_boost.layer_groups(loss, params, jnp.ones((2, 8)))
+  assert plan.groups == tuple(
+    tuple(LayerSlice(name, 0, i, i + 1) for name in ("qkv", "out")) for i in range(4)
+  )
+
+
+def test_layers_of_a_shard_are_layers():
+  params = {"w": kernel(4, 8, 8), "head": kernel(8, 2)}
+  mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("data",))
+  everywhere = jax.sharding.PartitionSpec()
+
+  def loss(params, x):
+    for i in range(4):
+      x += jnp.tanh(x @ params["w"][i])
+    return jnp.mean((x @ params["head"]) ** 2)
+
+  on_mesh = jax.shard_map(
+    loss, mesh=mesh, in_specs=(everywhere, everywhere), out_specs=everywhere, check_vma=False
+  )
+  plan = optax_boost.layer_groups(on_mesh, params, jnp.ones((2, 8)))
+  assert plan == optax_boost.layer_groups(loss, params, jnp.ones((2, 8)))
+  assert len(plan.groups) == 5
