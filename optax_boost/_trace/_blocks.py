@@ -165,15 +165,26 @@ def _ask_which_series(model: _traced_leaves.Model, outermost: list[_series.Serie
   of_several = _series.join_modules(model, outermost[0])
   in_order = "if they are one after the other"
   beside = "if they are side by side, each counted from its last block"
+  each_series = [each.pattern for each in outermost] if len(outermost) > 1 else []
   answers = _answers(
     model,
+    (each_series if _are_interleaved(model, outermost) else [], "if number i of each is one block"),
     ([] if len(joined) > 1 else of_several, "if these modules are one block each"),
     (joined if len(units) > 1 else [], beside if len(joined) > 1 else in_order),
-    ([each.pattern for each in outermost] if len(outermost) > 1 else [], beside),
+    (each_series, beside),
     (["|".join(unit.pattern for unit in units)] if len(units) > 1 else [], in_order),
     ([outermost[0].pattern], "for these blocks alone"),
   )
   return f"`layer_groups` finds {what}. Pass {answers}."
+
+
+def _are_interleaved(model: _traced_leaves.Model, series: Sequence[_series.Series]) -> bool:
+  """Returns whether block i of each series is used before block i + 1 of any of them."""
+  begins = [[model.begin(part) for part in each.parts] for each in series]
+  rows = list(zip(*begins, strict=False))
+  return len({each.length for each in series}) == 1 < len(rows) and all(
+    max(row) < min(after) for row, after in itertools.pairwise(rows)
+  )
 
 
 def _modules_beside(

@@ -247,9 +247,30 @@ def flat(layers, first_dense, form):
 @pytest.mark.parametrize("form", ["linen", "haiku", "one kernel"])
 def test_blocks_of_several_modules_beside_each_other_are_asked_about(first_dense, form):
   model, expected = flat(3, first_dense, form)
-  (first, *_) = answers(*model, X)
-  assert first.count("&") == 6
+  assert answers(*model, X)[0].count("&") == 6
   assert pasted(*model, X) == [" ".join(sorted(group.split())) for group in expected]
+
+
+def test_halves_of_blocks_in_modules_of_their_own_are_one_block_each():
+  halves = {"attention": "qko", "mlp": "ab"}
+  params = {
+    half: {f"layer_{i}": {n: kernel(8, 8) for n in names} for i in range(3)}
+    for half, names in halves.items()
+  }
+
+  def loss(params, x):
+    for i in range(3):
+      p, m = (params[half][f"layer_{i}"] for half in halves)
+      x += jnp.tanh((x @ p["q"]) * (x @ p["k"])) @ p["o"]
+      x += jnp.tanh(x @ m["a"]) @ m["b"]
+    return jnp.mean(x)
+
+  x = jnp.ones((2, 8))
+  first = answers(loss, params, x)[0]
+  plan = optax_boost.layer_groups(loss, params, x, blocks=first)
+  assert [set(group) for group in plan.groups] == [
+    {f"{half}/layer_{i}/{n}" for half, names in halves.items() for n in names} for i in range(3)
+  ]
 
 
 def test_modules_that_a_block_joins_must_select_something():
