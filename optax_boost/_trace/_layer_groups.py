@@ -383,6 +383,12 @@ def group_numbers(tree: _types.Params, groups: Groups, method: str) -> list[Grou
           f" once; got '{entry}' in group {number} and others of this leaf before it. Make the"
           " groups with `layer_groups`."
         )
+  of_leaves: list[GroupNumber] = [
+    whole[leaf.path]
+    if leaf.path in whole
+    else _numbers_along_axis(leaf, sliced.get(leaf.path, _SlicedLeaf(0, {})), method)
+    for leaf in leaves
+  ]
   # A `MaskedNode`, or None in its place, hides leaves of the plan. `optax.tree.map_params` calls
   # `init` with a tree without leaves.
   nodes = _paths.leaf_paths(tree, lambda node: node is None or _masks.is_masked(node))
@@ -393,12 +399,7 @@ def group_numbers(tree: _types.Params, groups: Groups, method: str) -> list[Grou
       f"`{method}` was given groups for other params: they have the leaf '{surplus[0]}', which"
       " these params lack. Make them with `layer_groups` from these params."
     )
-  return [
-    whole[leaf.path]
-    if leaf.path in whole
-    else _numbers_along_axis(leaf, sliced.get(leaf.path, _SlicedLeaf(0, {})), method)
-    for leaf in leaves
-  ]
+  return of_leaves
 
 
 def _numbers_along_axis(leaf: _layer_axes.Leaf, in_plan: _SlicedLeaf, method: str) -> np.ndarray:
