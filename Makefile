@@ -63,8 +63,8 @@ test-oldest:
 	$(OPTIMIZED) .venv-oldest/bin/python -m pytest -n $(WORKERS) -m optimized \
 	  $(filter-out $(NEWER),$(WITH_OPTIMIZED))
 
-# All pairs of wrappers and their triples against an interpreter in NumPy; `make test` runs a sample.
-# `make orders ORDERS=full` goes through every door around every optimizer. Programs are kept.
+# All subsets of the wrappers, beside optax's own, against an interpreter in NumPy; `make test` runs a
+# sample. `make orders ORDERS=full` goes through every door around every optimizer. Programs are kept.
 ORDERS ?= all
 orders: $(READY)
 	ORDERS=$(ORDERS) JAX_COMPILATION_CACHE_DIR=$${JAX_COMPILATION_CACHE_DIR:-$(CURDIR)/out/programs} \

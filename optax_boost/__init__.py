@@ -6,7 +6,6 @@ Only ``optax_boost.nnx`` and ``optax_boost.linen`` need Flax; they are imported 
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from optax_boost._form._apply_gradients import apply_gradients
 from optax_boost._foundation._full_gradient import full_gradient
 from optax_boost._foundation._path_mask import path_mask
 from optax_boost._foundation._warnings import NoEffectWarning
@@ -25,18 +24,17 @@ from optax_boost._methods._dim_reduce import (
 from optax_boost._methods._lars import lars, scale_by_lars_trust_ratio
 from optax_boost._methods._sgperm import PermutedParams, laperm, permuted_params, sgperm
 from optax_boost._methods._svrg import refresh_svrg, svrg
+from optax_boost._methods._switch import switch_after
 from optax_boost._race import RaceResult, race
 from optax_boost._sequences import LengthSchedule, cut_sequences, sequence_length_warmup
-from optax_boost._trace._layer_axes import layer_axes
-from optax_boost._trace._layer_groups import LayerGroups, LayerSlice, layer_groups
-from optax_boost._train_step import TrainState, TrainStep, flatten_metrics, make_train_step
-from optax_boost._wrappers._accumulation import accumulate
-from optax_boost._wrappers._average_params import (
+from optax_boost._step._accumulation import accumulate
+from optax_boost._step._apply_gradients import apply_gradients
+from optax_boost._step._average_params import (
   average_params,
   averaged_model_state,
   averaged_params,
 )
-from optax_boost._wrappers._freezing import (
+from optax_boost._step._freezing import (
   FreezeSchedule,
   continuous_freezing,
   fixed_freezing,
@@ -45,10 +43,12 @@ from optax_boost._wrappers._freezing import (
   interval_freezing,
   progressive_freezing,
 )
-from optax_boost._wrappers._layerwise_decay import layerwise_decay
-from optax_boost._wrappers._precision import dynamic_loss_scale, master_weights, stochastic_rounding
-from optax_boost._wrappers._skip_spikes import skip_spikes
-from optax_boost._wrappers._switch import switch_after
+from optax_boost._step._layerwise_decay import layerwise_decay
+from optax_boost._step._precision import dynamic_loss_scale, master_weights, stochastic_rounding
+from optax_boost._step._skip_spikes import skip_spikes
+from optax_boost._trace._layer_axes import layer_axes
+from optax_boost._trace._layer_groups import LayerGroups, LayerSlice, layer_groups
+from optax_boost._train_step import TrainState, TrainStep, flatten_metrics, make_train_step
 
 __version__ = "0.1.0"
 

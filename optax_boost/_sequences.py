@@ -165,7 +165,7 @@ def sequence_length_warmup(
   """
   for name, value in {"full_length": full_length, "total_steps": total_steps}.items():
     _checks.check_whole_number(name, value, static=True)
-  _checks.check_number("warmup_fraction", warmup_fraction, positive=True, below=1.0)
+  _checks.check_number("warmup_fraction", warmup_fraction, above=0.0, below=1.0)
   _checks.check_name("growth", growth, ("linear", "doubling"))
   if factor is None:
     factor = _LONG_FACTOR if full_length >= _LONG else _FACTOR
@@ -222,7 +222,7 @@ def read_prices(length_prices: Mapping[Any, float]) -> dict[int, float]:
   for length, price in length_prices.items():
     if not (_checks.is_integer(length) or (isinstance(length, str) and length.isdecimal())):
       raise TypeError(f"`length_prices` must be {words}; got the key {_checks.shorten(length)}.")
-    _checks.check_number("length_prices", price, positive=True)
+    _checks.check_number("length_prices", price, above=0.0)
   return {int(length): float(price) for length, price in length_prices.items()}
 
 

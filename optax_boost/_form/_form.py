@@ -2,11 +2,11 @@
 
 from collections.abc import Callable
 import dataclasses
-from typing import Any, Literal
+from typing import Any
 
 import optax
 
-from optax_boost._form import _protocol, _state_check
+from optax_boost._form import _state_check
 from optax_boost._foundation import _tree_checks, _types
 
 
@@ -16,38 +16,19 @@ class Form:
 
   Attributes:
     method: the name of the function that makes the transformation.
-    wraps: the transformations that the transformation holds.
+    state_type: the class of its state.
+    needs_params: whether ``update`` needs the params.
+    allows_complex: whether leaves may be complex.
     allows_pairs: whether the params may be the pair of fast and slow params of ``optax.lookahead``.
-    extra_args: the names of the extra arguments that the transformation's step takes.
-    frozen_groups: the group of layers of each leaf, if the transformation freezes groups.
-    wrapper: the :class:`optax_boost._form._driver.Wrapper` that the driver runs, if any.
-    changes: when a wrapper's plan changes the updates of the innermost transformation (`change` or
-      `cast_updates` of a :class:`~optax_boost._form._driver.StepPlan`): "always", "half" (only if
-      the params are in half precision), or never (None).
-    keeps: what the transformation computes from the params after a step: their "average", their
-      "rounding", or nothing (None).
-    held_state_fields: the fields of the state that hold the states of `wraps`.
-    rebuild: takes transformations; returns this transformation with them in place of `wraps`.
+    step: the step of a wrapper, a ``Step`` of :mod:`optax_boost._step`.
   """
 
   method: str
   state_type: type
-  wraps: tuple[optax.GradientTransformation, ...] = ()
   needs_params: bool = False
   allows_complex: bool = False
   allows_pairs: bool = False
-  extra_args: frozenset[str] = frozenset()
-  frozen_groups: _protocol.GroupAssignment | None = None
-  wrapper: Any = None
-  changes: Literal["always", "half"] | None = None
-  keeps: Literal["average", "rounding"] | None = None
-  held_state_fields: tuple[str, ...] = ("inner_state",)
-  rebuild: Callable[..., optax.GradientTransformationExtraArgs] | None = None
-
-  @property
-  def holds_an_optimizer(self) -> bool:
-    """Returns whether the transformation holds others, and its state tells if a step was made."""
-    return bool(self.wraps) and hasattr(self.state_type, "outcome")
+  step: Any = None
 
   def check(
     self, updates: optax.Updates, state: optax.OptState, params: optax.Params | None
@@ -65,17 +46,6 @@ class Form:
     """Raises TypeError for a leaf whose dtype the method does not take."""
     check = _tree_checks.check_inexact if self.allows_complex else _tree_checks.check_floating
     check(tree, self.method)
-
-
-def wrappers_around(tx: optax.GradientTransformation) -> list[Form]:
-  """Returns the Forms of the wrappers around the innermost transformation in `tx`.
-
-  The outermost wrapper comes first.
-  """
-  form = form_of(tx.update)
-  if form is None or form.wrapper is None:
-    return []
-  return [form, *wrappers_around(form.wrapper.inner)]
 
 
 def form_of(update: Callable[..., Any]) -> Form | None:

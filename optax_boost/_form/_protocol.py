@@ -10,8 +10,9 @@ The class of a method's state may declare tuples of field names:
   exact     fields that hold the exact params after the step, which params plus updates may miss by
             one rounding; a leaf that the method does not change is ``optax.MaskedNode()``
   exact_if  fields with a scalar bool; the fields in `exact` count only if all of them are True
+  takes     names of extra arguments of ``update``, not of fields: ``("layers",)``
 
-The train step knows four requests and no method by name:
+The train step knows three requests and no method by name:
 
   loss_scale        scalar float32; the train step multiplies the loss by this number before it
                     differentiates the loss
@@ -20,29 +21,25 @@ The train step knows four requests and no method by name:
                     steps during which `frozen_groups` does not change
   full_gradient     the mean gradient over all of the data, which ``TrainStep.refresh`` passes to
                     the state's method ``with_full_gradient(params, full_gradient)``
-  weight_sum        the sum of the extra arguments `weight`, the sizes of micro-batches
 
 Declarations are attributes of the class, so a param named ``metrics`` is not taken for a
-declaration. The field `hidden` of a state lists pointers to the leaves that ``optax.masked`` hides
-from the method. For the request `frozen_groups`, the train step must also know the group of layers
-of each leaf. These groups are static, so the transformation's Form holds them, not the state
-(:class:`GroupAssignment`).
+declaration. For the request `frozen_groups`, the train step must also know the groups of layers.
+These are static, so the state's property `groups` returns them from a dict without arrays.
 """
 
 import collections
 from collections.abc import Callable
 import functools
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import optax
 
-from optax_boost._foundation import _checks, _masks, _paths, _trees, _types
+from optax_boost._foundation import _checks, _trees, _types
 
 LOSS_SCALE = "loss_scale"
 FROZEN_GROUPS = "frozen_groups"
 FULL_GRADIENT = "full_gradient"
-WEIGHT_SUM = "weight_sum"
 
 _State = TypeVar("_State")
 
@@ -56,7 +53,7 @@ def declares(**declarations: tuple[str, ...]) -> Callable[[type[_State]], type[_
 
   def declare(state_type: type[_State]) -> type[_State]:
     for kind, names in declarations.items():
-      for name in names:
+      for name in names if kind != "takes" else ():
         _field(state_type, state_type, name.rpartition("/")[2], kind)
       setattr(state_type, kind, names)
     return state_type
@@ -120,6 +117,12 @@ def is_requested(opt_state: optax.OptState, request: str) -> bool:
   return bool(_requesting_states(opt_state, request))
 
 
+def takes(opt_state: optax.OptState, extra_argument: str) -> bool:
+  """Returns whether any state in an optimizer state takes an extra argument of this name."""
+  states = declaring_states(opt_state, "takes")
+  return any(extra_argument in declared(state, "takes") for state in states)
+
+
 def requesting_state(opt_state: optax.OptState, request: str) -> optax.OptState:
   """Returns the state in `opt_state` that declares a request, or None if no state does.
 
@@ -136,18 +139,6 @@ def requesting_state(opt_state: optax.OptState, request: str) -> optax.OptState:
     return None
   _field(states[0], type(states[0]), request, "requests")
   return states[0]
-
-
-def unseen_by_scale(opt_state: optax.OptState, tree: _types.Tree) -> list[jax.Array]:
-  """Returns the leaves of a tree that ``optax.masked`` hides from all loss scales in a state.
-
-  If the state has no loss scale, these are all leaves. A wrapper around a loss scale may skip a
-  step for an overflow in these leaves. An overflow in any other leaf must reach the loss scale,
-  which skips the step itself and shrinks.
-  """
-  seen = [seen_leaves(state, tree) for state in _requesting_states(opt_state, LOSS_SCALE)]
-  leaves = jax.tree.leaves(tree)
-  return [leaf for i, leaf in enumerate(leaves) if not any(flags[i] for flags in seen)]
 
 
 def renew_full_gradients(
@@ -184,33 +175,3 @@ def _field(state: _types.Tree, state_type: type, field: str, kind: str) -> Any:
       f" fields are: {', '.join(getattr(state_type, '_fields', ())) or 'unknown'}."
     )
   return getattr(state, field)
-
-
-class GroupAssignment(NamedTuple):
-  """The group of layers of each leaf, for the request `frozen_groups`.
-
-  Attributes:
-    number: takes a tree of the params' structure; returns a tree with the group number of each
-      leaf. If a leaf holds layers of several groups, its entry is an array of group numbers that
-      broadcasts against the leaf.
-  """
-
-  number: Callable[[_types.Tree], _types.Tree]
-  num_groups: int
-
-
-def hidden_leaves(params: optax.Params) -> dict[str, optax.MaskedNode]:
-  """Returns a state's field `hidden`: a dict whose keys are JSON pointers to masked leaves.
-
-  The values are ``optax.MaskedNode()``, so the field has no arrays.
-  """
-  return dict.fromkeys(_masks.masked_pointers(params), optax.MaskedNode())
-
-
-def seen_leaves(state: optax.OptState, tree: _types.Tree) -> list[bool]:
-  """Returns for each leaf of `tree` whether the method of `state` sees the leaf.
-
-  A method sees all leaves but those that ``optax.masked`` hides from it (the field `hidden`).
-  """
-  hidden = tuple(f"{pointer}/" for pointer in getattr(state, "hidden", ()))
-  return [not f"{pointer}/".startswith(hidden) for pointer in _paths.leaf_pointers(tree)]

@@ -1,17 +1,16 @@
-"""Makes every transformation: a method by :func:`transformation`, a wrapper by :func:`wrapper`.
+""":func:`transformation` makes the transformation of each method.
 
-Both convert NumPy arrays to JAX arrays, check the arguments of ``update``, and make a
+It converts NumPy arrays to JAX arrays, checks the arguments of ``update``, and makes a
 :class:`~optax_boost._form._form.Form` an attribute of ``update``.
 """
 
 from collections.abc import Callable
-import dataclasses
 import inspect
 from typing import Any
 
 import optax
 
-from optax_boost._form import _driver, _form, _order
+from optax_boost._form import _form
 from optax_boost._foundation import _arrays, _extra_args, _types
 
 
@@ -21,10 +20,8 @@ def transformation(
   init: Callable[[optax.Params], optax.OptState],
   step: Callable[..., tuple[optax.Updates, optax.OptState]],
   *,
-  wraps: tuple[optax.GradientTransformation, ...] = (),
   needs_params: bool = False,
   allows_complex: bool = False,
-  **form_options: Any,
 ) -> optax.GradientTransformationExtraArgs:
   """Makes the transformation of a method that rewrites gradients, from its `init` and `step`.
 
@@ -35,9 +32,7 @@ def transformation(
   parameters = inspect.signature(step).parameters.values()
   takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
   named = frozenset(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)
-  form = _form.Form(
-    method, state_type, wraps, needs_params, allows_complex, extra_args=named, **form_options
-  )
+  form = _form.Form(method, state_type, needs_params, allows_complex)
 
   def update(
     updates: optax.Updates,
@@ -52,49 +47,6 @@ def transformation(
   return _with_form(form, init, update)
 
 
-def wrapper(
-  method: str,
-  state_type: type,
-  holder: _driver.Wrapper,
-  **form_options: Any,
-) -> optax.GradientTransformationExtraArgs:
-  """Makes a wrapper from a `holder`, whose methods decide about the steps of ``holder.inner``.
-
-  `form_options` are attributes of the Form. `state_type` must declare ``outcome=("made",)``.
-  """
-  if getattr(state_type, "outcome", None) != ("made",):
-    raise TypeError(
-      f"The state of the wrapper `{method}` must declare the field that tells whether a step was"
-      f' made; `{state_type.__name__}` does not. Write `@_protocol.declares(outcome=("made",))`'
-      " above the class."
-    )
-
-  def rebuild(
-    inner: optax.GradientTransformationExtraArgs,
-  ) -> optax.GradientTransformationExtraArgs:
-    around = dataclasses.replace(holder, inner=inner)  # type: ignore[type-var]
-    return wrapper(method, state_type, around, **form_options)
-
-  form = _form.Form(
-    method, state_type, (holder.inner,), wrapper=holder, rebuild=rebuild, **form_options
-  )
-
-  def update(
-    updates: optax.Updates,
-    state: optax.OptState,
-    params: optax.Params | None,
-    extra_args: _types.ExtraArgs,
-  ) -> tuple[optax.Updates, optax.OptState]:
-    def gradients() -> tuple[optax.Updates, _types.ExtraArgs]:
-      return updates, dict(extra_args)
-
-    outcome = _driver.run(tx, _driver.Call(gradients, params), state)
-    return outcome.result, outcome.state
-
-  tx = _with_form(form, holder.init, update)
-  return tx
-
-
 def _with_form(
   form: _form.Form,
   init: Callable[[optax.Params], optax.OptState],
@@ -107,8 +59,6 @@ def _with_form(
 
   def init_fn(params: optax.Params) -> optax.OptState:
     form.check_leaves(params)
-    if form.holds_an_optimizer:
-      _order.check(form, params)
     return init(_arrays.as_jax(params))
 
   def update(

@@ -87,12 +87,12 @@ def check_number(
   *,
   minimum: float = -math.inf,
   maximum: float = math.inf,
+  above: float = -math.inf,
   below: float = math.inf,
-  positive: bool = False,
 ) -> None:
   """Raises TypeError unless an argument is a real number, and ValueError if it is out of range.
 
-  `below` is an exclusive bound. Traced numbers are not compared with the bounds.
+  `above` and `below` are exclusive bounds. Traced numbers are not compared with the bounds.
   """
   if is_any_array(value):
     dtype = _dtype_of(value)
@@ -116,7 +116,7 @@ def check_number(
     (math.isfinite(number), "finite", True),
     (number >= minimum, f">= {minimum:g}", minimum > -math.inf),
     (number <= maximum, f"<= {maximum:g}", maximum < math.inf),
-    (number > 0, "> 0", positive),
+    (number > above, f"> {above:g}", above > -math.inf),
     (number < below, f"< {below:g}", below < math.inf),
   ]
   if not all(holds for holds, _, applies in bounds if applies):
@@ -209,7 +209,6 @@ def check_transformation(
     accepted = {key: argument for key, argument in extra_args.items() if key in names}
     return tx.update(updates, state, params, **accepted)
 
-  update.wraps = tx  # type: ignore[attr-defined]
   # `optax.with_extra_args_support` returns a transformation unchanged if it is declared to take
   # extra arguments, even if its `update` refuses unknown ones. The function above drops these.
   return optax.GradientTransformationExtraArgs(tx.init, update)

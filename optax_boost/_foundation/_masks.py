@@ -13,16 +13,8 @@ def is_masked(value: _types.Tree) -> bool:
 
 def masked_paths(tree: _types.Tree) -> list[str]:
   """Returns the path of each ``optax.MaskedNode`` in a tree."""
-  return _of_masked(_paths.leaf_paths(tree, is_masked), tree)
-
-
-def masked_pointers(tree: _types.Tree) -> list[str]:
-  """Returns the path of each ``optax.MaskedNode`` in a tree as a JSON pointer."""
-  return _of_masked(_paths.leaf_pointers(tree, is_masked), tree)
-
-
-def _of_masked(paths: list[str], tree: _types.Tree) -> list[str]:
   nodes = jax.tree.leaves(tree, is_leaf=is_masked)
+  paths = _paths.leaf_paths(tree, is_masked)
   return [path for path, node in zip(paths, nodes, strict=True) if is_masked(node)]
 
 

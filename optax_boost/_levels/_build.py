@@ -10,12 +10,11 @@ import jax
 import optax
 
 from optax_boost import _length_prices, _sequences
-from optax_boost._form import _compositions
 from optax_boost._foundation import _checks, _mesh_axes, _tree_checks, _types, _warnings
 from optax_boost._levels import _config, _decisions, _mindspore_methods, _short_sequences
 from optax_boost._methods import _centralization, _less_bn
+from optax_boost._step import _accumulation, _average_params, _freezing, _wrapper
 from optax_boost._trace import _layer_axes, _layer_groups, _losses
-from optax_boost._wrappers import _accumulation, _average_params, _freezing
 
 
 @dataclasses.dataclass
@@ -287,12 +286,12 @@ class AutoBoost:
     # Each method wraps the methods above it. A new method is added here and in `_decisions`.
     if centralizes:
       centralize = _centralization.centralize(layers=layers)
-      tx = _compositions.around_innermost(tx, lambda inner: optax.chain(centralize, inner))
+      tx = _wrapper.replace_inner(tx, lambda inner: optax.chain(centralize, inner))
       if _decisions.CENTRALIZE in on:
         self.effects[_decisions.CENTRALIZE] = _centralized(layers)
     if "adasum" in on:
       adasum = functools.partial(_mindspore_methods.with_adasum, layers=layers, **on["adasum"])
-      tx = _compositions.around_innermost(tx, adasum)
+      tx = _wrapper.replace_inner(tx, adasum)
     if freezing and groups is None:
       if even_groups is None or layers is None:
         raise ValueError(

@@ -9,7 +9,7 @@ import optax
 
 from optax_boost._foundation import _arrays
 from optax_boost._methods import _adasum, _dim_reduce
-from optax_boost._wrappers import _freezing
+from optax_boost._step import _freezing
 
 
 def schedule(param_groups: int, freeze_type: int = 1, freeze_p: float = 1.0, **ours: Any) -> Any:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_boost._form import _transformation
+from optax_boost._form import _protocol, _transformation
 from optax_boost._foundation import (
   _arrays,
   _checks,
@@ -23,6 +23,17 @@ from optax_boost._foundation import (
 )
 from optax_boost._methods import _layer_arguments
 from optax_boost._trace import _layer_axes
+
+
+@_protocol.declares(takes=("layers",))
+class CentralizeState(optax.EmptyState):
+  """State of :func:`centralize`; its class tells that the method takes `layers`.
+
+  A state of ``optax.centralize`` is taken, too.
+
+  Attributes:
+    None.
+  """
 
 
 def centralize(
@@ -122,14 +133,14 @@ def centralize(
   # update decides whether to warn.
   undecided: set[tuple[str, ...]] = set()
 
-  def init(params: optax.Params) -> optax.EmptyState:
+  def init(params: optax.Params) -> CentralizeState:
     plan = kernels.plan(params)
     by_rule = layers is None and _selectors.is_auto_selector(exclude)
     if is_idle(plan) and any(len(leaf.shape) > 1 and (by_rule or not skip) for leaf, skip in plan):
       undecided.add(tuple(_paths.leaf_paths(params)))
     else:
       warn_once_if_idle(params, None)
-    return optax.EmptyState()
+    return CentralizeState()
 
   def step(
     updates: optax.Updates,

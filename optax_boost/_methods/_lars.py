@@ -83,7 +83,7 @@ def _direction(
   return jnp.where(jnp.isnan(ratio), 0, ratio.astype(d.dtype) * d)
 
 
-@_protocol.declares(metrics=("trust_ratio", "lars/notfinite_count"))
+@_protocol.declares(metrics=("trust_ratio", "lars/notfinite_count"), takes=("layers",))
 class ScaleByLarsTrustRatioState(NamedTuple):
   """State of :func:`scale_by_lars_trust_ratio`.
 
@@ -288,7 +288,7 @@ def _scale_by_trust_ratio(
 
   `leaves` holds the arguments `exclude`, `layers` and `axis_name`.
   """
-  _checks.check_number("trust_coefficient", eta, positive=True)
+  _checks.check_number("trust_coefficient", eta, above=0.0)
   _checks.check_number("weight_decay", weight_decay, minimum=0.0)
   _checks.check_number("eps", eps, minimum=0.0)
   if clip is not None:

@@ -23,7 +23,7 @@ EPS = 1e-4
 
 def check_settings(multiplier_init: _types.Unchecked, eps: _types.Unchecked) -> None:
   _checks.check_callable("multiplier_init", multiplier_init, "multiplier_init(key, shape, dtype)")
-  _checks.check_number("eps", eps, positive=True)
+  _checks.check_number("eps", eps, above=0.0)
 
 
 def l2_normalize(x: jax.Array, axis: int, eps: float = EPS) -> jax.Array:

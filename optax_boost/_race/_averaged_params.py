@@ -5,7 +5,7 @@ from collections.abc import Callable
 import optax
 
 from optax_boost._foundation import _tree_checks, _trees, _types
-from optax_boost._wrappers import _average_params
+from optax_boost._step import _average_params
 
 _ReadAverage = Callable[[optax.OptState, optax.Params], optax.Params]
 

@@ -6,6 +6,7 @@ A group is one or several blocks in a row (``_blocks``). A :class:`LayerGroups` 
 from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import itertools
+import json
 import math
 import re
 from typing import Any, NamedTuple, TypeAlias
@@ -428,6 +429,24 @@ def count_groups(groups: Groups) -> int:
     words = "what `layer_groups` returned, or a sequence of regular expressions, one per group"
     _patterns.check_patterns("groups", groups, words)
   return len(groups)
+
+
+def to_text(groups: Groups) -> str:
+  """Returns a text from which :func:`from_text` makes equal groups, in every process."""
+  if isinstance(groups, LayerGroups):
+    return json.dumps({"groups": groups.groups})
+  return json.dumps(list(groups))
+
+
+def from_text(text: str) -> Groups:
+  """Returns the groups that :func:`to_text` has written; sizes are zero."""
+  value = json.loads(text)
+  if isinstance(value, list):
+    return value
+  groups = [
+    [LayerSlice(*e) if isinstance(e, list) else e for e in group] for group in value["groups"]
+  ]
+  return LayerGroups(tuple(map(tuple, groups)), (0,) * len(groups))
 
 
 def numbering(groups: Groups, method: str) -> Callable[[_types.Params], _types.Tree]:

@@ -46,9 +46,8 @@ class DepthReader:
     self._remembered: dict[int, _Remembered] = {}
     if self._freezes:
       self._path = _trees.child_indices(opt_state, requesting)
-      fields = requesting._fields
-      names = [name for name in fields if not isinstance(getattr(requesting, name), tuple)]
-      self._fields = operator.attrgetter(*names)
+      names = ("frozen_groups", "frozen_for", "key")
+      self._fields = operator.attrgetter(*(n for n in names if hasattr(requesting, n)))
 
   def read(self, opt_state: optax.OptState) -> tuple[int | None, int]:
     """Returns how many groups the next step freezes, and for how many steps the number stays.

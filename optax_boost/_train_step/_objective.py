@@ -64,13 +64,12 @@ class Objective:
       derivatives, output = jax.grad(scaled, has_aux=True)((params, self.values))
     gradients, new_values = derivatives
     gradients = steepest_ascent(gradients)
-    if self.scaling is not None:
-      gradients = self.scaling.unscale_unseen(gradients)
-      if self.values:
-        # Quantization clips infinite gradients to finite ones, so the gradients of the params may
-        # not show that the scaled loss has overflowed.
-        overflow = _replaced_values.lost(self.values, new_values)
-        gradients = self.scaling.mark_overflow(gradients, overflow)
+    if self.scaling is not None and self.values:
+      # Quantization clips infinite gradients to finite ones, so the gradients of the params may not
+      # show that the scaled loss has overflowed.
+      overflow = _replaced_values.lost(self.values, new_values)
+      nan = lambda g: jnp.where(overflow, jnp.asarray(jnp.nan, g.dtype), g)  # noqa: E731
+      gradients = jax.tree.map(nan, gradients)
     # If the number of frozen groups is static, gradients in frozen layers are zero already, since
     # `_without_frozen_gradients` has stopped them.
     if self.freezing is not None and not self.freezing.is_static:

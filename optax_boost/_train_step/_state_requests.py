@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_boost._form import _compositions, _protocol
-from optax_boost._foundation import _arrays, _trees, _types
+from optax_boost._form import _protocol
+from optax_boost._foundation import _trees, _types
 from optax_boost._trace import _layer_groups
 
 
@@ -22,32 +22,13 @@ class ScaleRequest:
 
   Attributes:
     scale: scalar float32.
-    seen: for each leaf of the params, False if ``optax.masked`` hides the leaf from the method that
-      divides the gradients by the scale. The train step then divides this leaf's gradient.
   """
 
   scale: _types.FloatScalar
-  seen: Sequence[bool]
 
   def apply(self, loss: _types.FloatScalar) -> _types.FloatScalar:
     """Returns the loss times the scale, in float32, since the product may overflow in float16."""
     return loss.astype(jnp.float32) * self.scale
-
-  def unscale_unseen(self, gradients: optax.Updates) -> optax.Updates:
-    """Returns the gradients; divides a leaf's gradient by the scale if its `seen` is False."""
-
-    def unscale(g: jax.Array, seen: bool) -> jax.Array:
-      return g if seen else (_arrays.widen(g) / self.scale).astype(g.dtype)
-
-    return _trees.map_with(unscale, gradients, self.seen)
-
-  def mark_overflow(self, gradients: optax.Updates, overflow: _types.BoolScalar) -> optax.Updates:
-    """Returns the gradients; those that the method sees are NaN if `overflow` holds."""
-
-    def mark(g: jax.Array, seen: bool) -> jax.Array:
-      return jnp.where(overflow, jnp.asarray(jnp.nan, g.dtype), g) if seen else g
-
-    return _trees.map_with(mark, gradients, self.seen)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,8 +38,7 @@ class FreezeRequest:
   If `depth` is static, a step computes no backward pass for them.
 
   Attributes:
-    groups: the number of each leaf's group. A leaf that ``optax.masked`` hides from the freezing
-      method has the number after the last group, so it is never frozen.
+    groups: the number of each leaf's group, or of the group of each of its layers.
     depth: how many groups are frozen, as a NumPy int32 if the number is static, else traced.
   """
 
@@ -84,19 +64,14 @@ class FreezeRequest:
     return _trees.map_with(zero, gradients, self.groups)
 
 
-def scale_request(opt_state: optax.OptState, params: optax.Params) -> ScaleRequest | None:
+def scale_request(opt_state: optax.OptState) -> ScaleRequest | None:
   """Returns the requested loss scale, or None; raises ValueError if several states request one."""
   state = _protocol.requesting_state(opt_state, _protocol.LOSS_SCALE)
-  if state is None:
-    return None
-  return ScaleRequest(state.loss_scale, _protocol.seen_leaves(state, params))
+  return None if state is None else ScaleRequest(state.loss_scale)
 
 
 def freeze_request(
-  tx: optax.GradientTransformation,
-  opt_state: optax.OptState,
-  params: optax.Params,
-  depth: int | None,
+  opt_state: optax.OptState, params: optax.Params, depth: int | None
 ) -> tuple[FreezeRequest | None, optax.OptState]:
   """Finds the layers that an optimizer state asks the train step to freeze.
 
@@ -109,39 +84,16 @@ def freeze_request(
     ``update`` computes nothing for frozen leaves.
 
   Raises:
-    ValueError: several states request frozen layers, or `tx` does not tell the groups of layers.
+    ValueError: several states request frozen layers.
   """
   state = _protocol.requesting_state(opt_state, _protocol.FROZEN_GROUPS)
   if state is None:
     return None, opt_state
-  groups = _group_numbers(tx, state, params)
+  number_leaves = _layer_groups.numbering(state.groups, "freeze_layers")
+  groups = jax.tree.leaves(number_leaves(params))
   traced = state.frozen_groups
   if depth is None:
     return FreezeRequest(groups, traced), opt_state
   constant = np.int32(depth)
   opt_state = jax.tree.map(lambda leaf: constant if leaf is traced else leaf, opt_state)
   return FreezeRequest(groups, constant), opt_state
-
-
-def _group_numbers(
-  tx: optax.GradientTransformation, state: optax.OptState, params: optax.Params
-) -> list[_layer_groups.GroupNumber]:
-  """Returns the group number of each leaf of `params`, as in :class:`FreezeRequest`.
-
-  `state` is the state of the freezing wrapper. The wrapper is found in `tx`, and its :class:`Form`
-  says which leaf belongs to which group. Raises ValueError unless `tx` has exactly one such
-  wrapper.
-  """
-  forms = _compositions.forms(tx)
-  assignments = [form.frozen_groups for form in forms if form.frozen_groups is not None]
-  if len(assignments) != 1:
-    raise ValueError(
-      f"`make_train_step` needs to find the groups of {type(state).__name__} in the transformation;"
-      f" it found {len(assignments)}. A wrapper of your own must name what it wraps:"
-      " `update.wraps = tx`; `optax.inject_hyperparams` goes inside `freeze_layers`."
-    )
-  (assignment,) = assignments
-  seen = _protocol.seen_leaves(state, params)
-  visible = _trees.map_with(lambda x, is_seen: x if is_seen else optax.MaskedNode(), params, seen)
-  numbers = iter(jax.tree.leaves(assignment.number(visible)))
-  return [next(numbers) if is_seen else assignment.num_groups for is_seen in seen]

@@ -8,7 +8,7 @@
                      the mean gradient over all of the data, if the user passed `full_grad_fn`
   layers             the roles of the params' axes, which are computed only if a method reads them
   weight             the weight of the batch, if the user passed `weight`
-  model_state        the statistics after the forward pass, if a transformation takes `model_state`
+  model_state        the statistics after the forward pass, if the model has statistics
 
 If a method scales the loss, `grad` and `grad_fn` are gradients of the scaled loss, while `value`
 and `value_fn` are without the scale. A function that no transformation calls costs nothing. Aux and
@@ -24,14 +24,9 @@ from typing import Any
 import jax
 import optax
 
-from optax_boost._form import (
-  _apply_gradients,
-  _compositions,
-  _protocol,
-  _skipped_steps,
-  _state_check,
-)
+from optax_boost._form import _protocol, _skipped_steps, _state_check
 from optax_boost._foundation import _checks, _types, _warnings
+from optax_boost._step import _apply_gradients, _nesting
 from optax_boost._trace import _layer_axes, _layer_groups, _losses
 from optax_boost._train_step import (
   _frozen_statistics,
@@ -128,6 +123,7 @@ class StepComputation:
     """
     _checks.check_key("rng", rng)
     _state_check.check(self.tx, state.opt_state, state.params)
+    _nesting.check(state.opt_state)
     rngs = () if rng is None else (jax.random.fold_in(rng, state.step),)
     arguments = (state.model_state, batch, *rngs)
     replaced = _replaced_values.find(state.model_state)
@@ -140,15 +136,13 @@ class StepComputation:
       return self.loss(params, _replaced_values.write(model_state, paths, values), *data)
 
     traced = _traced_loss.TracedLoss(run_loss, (state.params, values), arguments)
-    scaling = _state_requests.scale_request(state.opt_state, state.params)
-    freezing, opt_state = _state_requests.freeze_request(
-      self.tx, state.opt_state, state.params, depth
-    )
+    scaling = _state_requests.scale_request(state.opt_state)
+    freezing, opt_state = _state_requests.freeze_request(state.opt_state, state.params, depth)
     if freezing is not None and depth is None:
       self._warn_once(_TRACED_DEPTH)
     # A method that reads `layers` needs the loss as a jaxpr. The step then computes the loss from
     # this jaxpr, so that the user's function is traced once.
-    asks_for_layers = _compositions.names_extra_argument(self.tx, "layers")
+    asks_for_layers = _protocol.takes(state.opt_state, "layers")
     loss = traced if asks_for_layers else lambda inputs: run_loss(inputs, *arguments)
     # The loss must depend on the params in the first trace only; later it may be a constant.
     value_groups: list[_layer_groups.GroupNumber] = [_frozen_statistics.NEVER_FROZEN] * len(values)
@@ -184,11 +178,9 @@ class StepComputation:
     extra["layers"] = _layer_axes.DeferredLayerAxes(traced.layers)
     if self.weight is not None:
       extra["weight"] = self._weight(batch, aux)
-      # No warning if a transformation of the user takes the extra argument `weight`.
-      is_named = _compositions.names_extra_argument(self.tx, "weight")
-      if not (is_named or _protocol.is_requested(state.opt_state, _protocol.WEIGHT_SUM)):
+      if not _protocol.takes(state.opt_state, "weight"):
         self._warn_once(_UNUSED_WEIGHT)
-    if _compositions.names_extra_argument(self.tx, "model_state"):
+    if self.has_model_state or _losses.is_stateful(self.loss_fn):
       extra["model_state"] = model_state
     params, opt_state = _apply_gradients.step_in_place(self.tx, grad, opt_state, start, extra)
     rejected = _skipped_steps.left_out(state.opt_state, opt_state)

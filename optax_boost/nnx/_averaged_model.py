@@ -5,7 +5,7 @@ from typing import Any
 from flax import nnx
 
 from optax_boost._foundation import _checks
-from optax_boost._wrappers import _average_params
+from optax_boost._step import _average_params
 from optax_boost.nnx import _model
 
 

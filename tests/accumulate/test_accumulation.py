@@ -1,5 +1,7 @@
 """Gradient accumulation, in cases in which a naive implementation goes wrong."""
 
+import functools
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -32,30 +34,13 @@ def test_the_inner_optimizer_runs_once_per_window():
   for _ in range(7):
     _, state = update(jnp.ones(2), state)
   jax.effects_barrier()
-  assert len(runs) == state.inner_count == state.inner_state == 2
-  assert state.count == 1
-
-
-@pytest.mark.parametrize("in_place", [False, True])
-def test_nested_windows_equal_one_long_window(in_place):
-  tx = optax_boost.accumulate(optax_boost.accumulate(optax.sgd(1.0), every=2), every=2)
-  params = jnp.zeros([])
-  state = tx.init(params)
-  grads, weights = np.array([1.0, 5.0, 2.0, 4.0]), np.array([3.0, 1.0, 4.0, 8.0])
-  for grad, weight in zip(grads, weights, strict=True):
-    if in_place:
-      params, state = optax_boost.apply_gradients(
-        tx, jnp.float32(grad), state, params, weight=weight
-      )
-    else:
-      updates, state = tx.update(jnp.float32(grad), state, params, weight=weight)
-      params = optax.apply_updates(params, updates)
-  np.testing.assert_allclose(params, -np.average(grads, weights=weights), rtol=1e-6)
+  assert len(runs) == state.count == state.inner_count == state.inner_state == 2
+  assert state.accumulation.count == 1
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_a_bad_micro_batch_is_dropped(bad):
-  tx = optax_boost.accumulate(optax.sgd(1.0), every=3)
+def test_a_bad_micro_batch_is_as_if_it_had_never_come(bad):
+  tx = optax_boost.accumulate(optax.sgd(1.0), every=2)
   state = tx.init(jnp.zeros(2))
   for grad in ([2.0, 0.0], [bad, 1.0], [4.0, 0.0]):
     updates, state = jax.jit(tx.update)(jnp.array(grad), state)
@@ -63,14 +48,13 @@ def test_a_bad_micro_batch_is_dropped(bad):
   assert state.notfinite_count == 1
 
 
-def test_a_window_of_bad_micro_batches_makes_no_inner_step():
+def test_bad_micro_batches_alone_never_end_a_window():
   tx = optax_boost.accumulate(optax.adam(1.0), every=2)
   state = tx.init(jnp.zeros(2))
-  for _ in range(2):
+  for _ in range(5):
     updates, state = tx.update(jnp.full(2, jnp.nan), state)
   assert not jnp.any(updates)
-  assert state.inner_count == 0
-  assert state.count == 0
+  assert state.inner_count == state.accumulation.count == state.count == 0
   for _ in range(2):
     updates, state = tx.update(jnp.ones(2), state)
   np.testing.assert_allclose(updates, -1.0, rtol=1e-5)
@@ -94,7 +78,8 @@ def test_half_precision_gradients_are_summed_in_float32():
   state = tx.init(small)
   _, state = tx.update(big, state)
   assert state.accumulator.dtype == jnp.float32
-  total = tx.update(small, state._replace(count=jnp.int32(-1)))[1].accumulator
+  window = state.accumulation._replace(count=jnp.int32(-1))
+  total = tx.update(small, state._replace(accumulation=window))[1].accumulator
   assert total[0] == 2049
 
 
@@ -108,7 +93,8 @@ def test_the_length_of_a_window_may_follow_the_inner_steps():
   assert moved == [True, False, True, False, False, True]
 
 
-def test_the_inner_optimizer_sees_the_mean_as_grad_and_the_closures_of_the_last_micro_step():
+@pytest.mark.parametrize("in_place", [False, True])
+def test_the_inner_optimizer_sees_the_mean_gradient_and_the_mean_loss(in_place):
   def update(updates, state, params=None, *, grad, value, **extra):
     del params, extra
     return updates, {"grad": grad, "value": jnp.asarray(value)}
@@ -117,13 +103,55 @@ def test_the_inner_optimizer_sees_the_mean_as_grad_and_the_closures_of_the_last_
     lambda p: {"grad": p, "value": jnp.zeros([])}, update
   )
   tx = optax_boost.accumulate(inner, every=2)
-  state = tx.init(jnp.zeros(1))
-  for g in (1.0, 3.0):
+  params = jnp.zeros(1)
+  state = tx.init(params)
+  step = functools.partial(optax_boost.apply_gradients, tx) if in_place else tx.update
+  for g, weight, value in ((1.0, 1.0, 10.0), (np.nan, 5.0, 100.0), (3.0, 3.0, 20.0)):
     grad = jnp.full(1, g)
-    _, state = tx.update(grad, state, grad=grad, value=10 * g)
-  chex.assert_trees_all_equal(
-    state.inner_state, {"grad": jnp.array([2.0]), "value": jnp.array(30.0)}
-  )
+    _, state = step(grad, state, params, grad=grad, value=value, weight=weight)
+  assert state.inner_state == {"grad": 2.5, "value": 17.5}
+  assert state.value_sum == 0
+
+
+def descend(tx, loss_of, batches, params):
+  """Trains in plain optax; returns the params."""
+  state = tx.init(params)
+  for batch in batches:
+    value, grad = jax.value_and_grad(loss_of)(params, batch)
+    updates, state = tx.update(grad, state, params, value=value, grad=grad)
+    params = optax.apply_updates(params, updates)
+  return params
+
+
+@pytest.mark.parametrize(
+  "inner", [lambda: optax.polyak_sgd(f_min=0.0), lambda: optax.contrib.momo(0.5)]
+)
+def test_an_optimizer_that_reads_the_loss_makes_the_large_batchs_step(inner):
+  rng = np.random.default_rng(0)
+  batches, params = jnp.asarray(rng.normal(size=(8, 3)), jnp.float32), jnp.ones(3)
+
+  def loss_of(params, batch):
+    return jnp.mean(jnp.sum((params - jnp.atleast_2d(batch)) ** 2, -1))
+
+  small = descend(optax_boost.accumulate(inner(), 2), loss_of, batches, params)
+  large = descend(inner(), loss_of, batches.reshape(4, 2, 3), params)
+  np.testing.assert_allclose(small, large, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["value_fn", "grad_fn"])
+def test_an_optimizer_that_calls_the_loss_is_refused_in_a_window(name):
+  def update(updates, state, params=None, **extra):
+    extra[name](params)
+    return updates, state
+
+  inner = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+  params = jnp.ones(1)
+  arguments = {name: jax.grad(jnp.sum) if name == "grad_fn" else jnp.sum}
+  tx = optax_boost.accumulate(inner, 2)
+  with pytest.raises(ValueError, match=r"`accumulate` can't hold .* as line searches do"):
+    tx.update(params, tx.init(params), params, **arguments)
+  tx = optax_boost.accumulate(inner, 1)
+  tx.update(params, tx.init(params), params, **arguments)
 
 
 def test_refuses_a_weight_per_example():
@@ -164,10 +192,10 @@ def test_a_loss_scale_inside_sees_every_overflow_and_shrinks(kind):
 
 
 def test_finite_gradients_are_dropped_and_counted_if_their_sum_overflows():
-  tx = optax_boost.accumulate(optax.sgd(0.1, 0.9), every=3)
+  tx = optax_boost.accumulate(optax.sgd(0.1, 0.9), every=2)
   params = jnp.zeros(2)
   state = tx.init(params)
-  for value in (3e38, 3e38, 1e38):
+  for value in (3e38, 3e38, 1e38, 1e37):
     updates, state = tx.update(jnp.full(2, value), state, params)
   assert state.notfinite_count == 2
   assert state.inner_count == 1
@@ -190,6 +218,7 @@ def test_a_traced_weight_that_cannot_be_a_number_of_examples_is_left_out_and_cou
   state = tx.init(jnp.zeros(1))
   update = jax.jit(lambda g, state, weight: tx.update(g, state, weight=weight))
   _, state = update(jnp.ones(1), state, weight)
+  _, state = update(jnp.full(1, 3.0), state, 2.0)
   updates, state = update(jnp.full(1, 3.0), state, 2.0)
   np.testing.assert_array_equal(updates, [-3.0])
   assert state.notfinite_count == 1
@@ -233,7 +262,6 @@ ROUNDED = {
   "masters": optax_boost.master_weights,
   "an average": lambda tx: optax_boost.average_params(optax_boost.master_weights(tx), start=0),
   "a loss scale": lambda tx: optax_boost.dynamic_loss_scale(optax_boost.master_weights(tx), 1.0),
-  "a window": lambda tx: optax_boost.accumulate(optax_boost.master_weights(tx), 1),
   "a part": lambda tx: optax.partition({"x": optax_boost.master_weights(tx)}, "x"),
   "a mask": lambda tx: optax.masked(optax_boost.master_weights(tx), True),
 }
@@ -254,12 +282,16 @@ def test_masters_inside_take_the_mean_of_a_window_unrounded(inside, dtype, value
   assert masters == -np.mean(grads.astype(np.float32))
 
 
-def test_other_optimizers_get_the_mean_in_the_gradients_dtype():
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_the_mean_of_bfloat16_gradients_has_the_params_precision(dtype):
   seen = []
   inner = optax.stateless(lambda updates, params: seen.append(updates.dtype) or updates)
-  tx, params = optax_boost.accumulate(inner, 1), jnp.ones(2, jnp.bfloat16)
-  updates, _ = tx.update(params, tx.init(params), params)
-  assert {*seen, updates.dtype} == {jnp.dtype(jnp.bfloat16)}
+  tx, params = optax_boost.accumulate(inner, 2), jnp.zeros(1, dtype)
+  state = tx.init(params)
+  for g in (1.0, 1.0078125):  # the mean is between two numbers of bfloat16
+    updates, state = tx.update(jnp.full(1, g, jnp.bfloat16), state, params)
+  assert {*seen, updates.dtype} == {jnp.dtype(dtype)}
+  np.testing.assert_array_equal(updates, jnp.float32(1.00390625).astype(dtype))
 
 
 def test_a_method_that_takes_gradients_at_other_params_is_refused_in_a_window():

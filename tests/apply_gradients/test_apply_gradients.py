@@ -25,7 +25,7 @@ def dense_params(dtype: Any = jnp.float32) -> dict[str, Any]:
 def is_wrapper(tx: optax.GradientTransformation) -> bool:
   """Whether a transformation decides about the steps of another, which it makes in place."""
   form = getattr(tx.update, "form", None)
-  return form is not None and form.wrapper is not None
+  return form is not None and form.step is not None
 
 
 # Those that step in place, and two without a way of their own.
@@ -36,7 +36,7 @@ ROWS = [
   if row.extra is None and (row.factory in PLAIN or is_wrapper(row.make()))
 ]
 every_row = pytest.mark.parametrize("row", ROWS, ids=str)
-WRAPPERS = registry.on_the_driver()
+WRAPPERS = registry.wrappers()
 CHECKED = {
   name: row
   for name, row in WRAPPERS.items()
@@ -49,7 +49,6 @@ NESTED = [
   ("dynamic_loss_scale", "master_weights"),
   ("master_weights", "accumulate"),
   ("accumulate", "master_weights"),
-  ("dynamic_loss_scale", "dynamic_loss_scale"),
   ("master_weights", "dynamic_loss_scale", "accumulate"),
   ("accumulate", "dynamic_loss_scale", "master_weights"),
   ("stochastic_rounding", "dynamic_loss_scale"),

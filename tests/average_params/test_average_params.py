@@ -119,14 +119,15 @@ def test_skipped_steps_do_not_count_as_snapshots(name, outside, step):
   )
 
 
+WINDOWS = optax.MultiSteps(optax.sgd(0.25), 2).gradient_transformation()
 SIDES = {"a": optax_boost.accumulate(optax.sgd(0.25), 2), "b": optax.sgd(0.25)}
 
 
 @pytest.mark.parametrize(
   ("inner", "made"),
   [
-    (optax_boost.switch_after(4, SIDES["a"], SIDES["b"]), (1, 3, 4, 5, 6, 7)),
-    (optax_boost.switch_after(4, SIDES["b"], SIDES["a"]), (0, 1, 2, 3, 5, 7)),
+    (optax_boost.switch_after(4, WINDOWS, optax.sgd(0.25)), (1, 3, 4, 5, 6, 7)),
+    (optax_boost.switch_after(4, optax.sgd(0.25), WINDOWS), (0, 1, 2, 3, 5, 7)),
     (
       optax.partition(
         {"a": SIDES["a"], "b": optax_boost.accumulate(optax.sgd(0.25), 3)}, {"a": "a", "b": "b"}
@@ -161,7 +162,7 @@ def test_a_step_that_one_of_several_parts_makes_is_a_snapshot(inner, made):
 def test_a_wrapper_that_replaces_the_updates_goes_inside(wrap):
   params = {"a": jnp.ones((2, 2)), "b": jnp.ones((2, 2))}
   average = functools.partial(optax_boost.average_params, start=0)
-  with pytest.raises(ValueError, match=r"Put `average_params` around the whole: `average_params\("):
+  with pytest.raises(ValueError, match=r"Put it around: `average_params\("):
     wrap(average(optax.sgd(0.1))).init(params)
   tx = average(wrap(optax.sgd(0.1)))
   updates, state = tx.update(params, tx.init(params), params)
@@ -749,10 +750,15 @@ def test_averages_of_half_precision_params_may_be_read_in_float32():
     optax_boost.averaged_params(state, params, dtype=jnp.int32)
 
 
-def test_nested_averages_are_an_error_that_names_the_leaf():
+def test_two_averages_of_a_step_are_an_error():
   inner = optax_boost.average_params(optax.sgd(0.1), start=0)
-  tx = optax_boost.average_params(inner, decay=0.5)
-  state = tx.init({"a": jnp.ones(2)})
+  with pytest.raises(ValueError, match="has `average_params` already"):
+    optax_boost.average_params(inner, decay=0.5)
+
+
+def test_two_averages_of_a_leaf_are_an_error_that_names_the_leaf():
+  part = optax.partition({"x": optax_boost.average_params(optax.sgd(0.1), start=0)}, "x")
+  state = optax_boost.average_params(part, decay=0.5).init({"a": jnp.ones(2)})
   with pytest.raises(ValueError, match="two averages of the leaf 'a'"):
     optax_boost.averaged_params(state, {"a": jnp.ones(2)})
   optax_boost.averaged_params(state.inner_state, {"a": jnp.ones(2)})

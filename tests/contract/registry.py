@@ -8,7 +8,7 @@ from collections.abc import Callable
 import dataclasses
 import functools
 import inspect
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,10 +16,9 @@ import numpy as np
 import optax
 
 import optax_boost
-from optax_boost._form import _compositions, _form
+from optax_boost._form import _form
 from tests import problems
 from tests.contract.bad_input import kinds
-from tests.contract.orders import interpreter
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -50,8 +49,6 @@ class Row:
       runs all the same and must fail: a reason that no longer holds turns it red.
     quiet: of a wrapper, the arguments with which it leaves every step of `inner` as it is, if those
       of the row don't.
-    orders: of a wrapper, the ways to use it in any order with others, by name; those of the oldest
-      wrappers are in tests/contract/orders/programs.py.
     bad_values: by argument, the values that it must refuse, of tests/contract/bad_input/kinds.py;
       arguments that tests/contract/bad_input/arguments.py knows by name need none.
   """
@@ -75,7 +72,6 @@ class Row:
   extra: Callable[[Any, Any], dict[str, Any]] | None = None
   not_applicable: dict[str, str] = dataclasses.field(default_factory=dict)
   quiet: dict[str, Any] = dataclasses.field(default_factory=dict)
-  orders: dict[str, "Order"] = dataclasses.field(default_factory=dict)
   bad_values: dict[str, Any] = dataclasses.field(default_factory=dict)
 
   def make(self) -> optax.GradientTransformationExtraArgs:
@@ -108,10 +104,7 @@ class Row:
   @property
   def allows_complex(self) -> bool:
     """Methods that select and average do; the others need an order or a norm of real numbers."""
-    return all(
-      form.allows_complex
-      for form in _compositions.forms(getattr(optax_boost, self.factory)(**self.kwargs))
-    )
+    return self.form is None or self.form.allows_complex
 
   def around(
     self, tx: optax.GradientTransformation, **kwargs: Any
@@ -122,19 +115,6 @@ class Row:
 
   def __str__(self) -> str:
     return f"{self.factory}-{self.label}" if self.label else self.factory
-
-
-class Order(NamedTuple):
-  """A way to use a wrapper, and what it does in NumPy.
-
-  Attributes:
-    kwargs: its arguments, without `inner`.
-    interpret: from the interpreter of `inner` to that of the wrapper, as
-      :class:`tests.contract.orders.interpreter.Skipping`.
-  """
-
-  kwargs: dict[str, Any]
-  interpret: Callable[[Any], Any]
 
 
 def _without_fan_in_mean(tree: Any) -> Any:
@@ -324,29 +304,15 @@ def _skips_a_long_gradient(tx: Any, baseline: Any) -> bool:
   return moves == [True, True, True, False, True]
 
 
-def _spikes(fields: dict[str, Any], grads: Any, scale: float | None) -> tuple[bool, dict[str, Any]]:
-  """`skip_spikes` in NumPy: whether the step is made, and the state after it."""
-  norm = np.sqrt(sum(np.sum(np.square(g)) for g in grads.values())) / (scale or 1.0)
-  finite = bool(np.isfinite(norm))
-  total, weight = fields["norm_sum"], fields["norm_weight"]
-  is_spike = finite and fields["count"] >= 2 and norm > 1.1 * total / weight
-  skips = is_spike or not (finite or scale)
-  taken = 1.1 * total / weight if is_spike else norm
-  changed = {"gradient_norm": norm, "spike_count": fields["spike_count"] + skips}
-  if finite:
-    changed |= {"norm_sum": 0.5 * total + taken, "norm_weight": 0.5 * weight + 1}
-    changed["count"] = fields["count"] + 1
-  return not skips, changed
-
-
-_NO_SPIKES = {"gradient_norm": 0.0, "norm_sum": 0.0, "norm_weight": 0.0} | dict.fromkeys(
-  ("count", "spike_count"), 0
-)
 _SEARCHES_A_LOSS = {
   "test_derivatives_of_steps_are_finite": "its line search is a loop of unknown length",
   "test_inside_shard_map_each_device_may_have_its_own_state": (
     "its line search refuses a loss that varies over the axis of a mesh"
   ),
+}
+
+_SEES_ALL_PARAMS = {
+  "test_none_and_masked_leaves_pass_through": "it acts on the whole loss, so it sees all params",
 }
 
 ROWS = (
@@ -362,6 +328,7 @@ ROWS = (
     {"inner": optax.sgd(0.1, momentum=0.5), "initial_scale": 2.0},
     baseline=lambda: optax.sgd(0.1, momentum=0.5),
     needs_params=False,
+    not_applicable=_SEES_ALL_PARAMS,
   ),
   Row(
     "master_weights",
@@ -390,6 +357,7 @@ ROWS = (
     baseline=lambda: optax.sgd(0.1),
     needs_params=False,
     quiet={"groups": ("a", "b"), "schedule": optax_boost.continuous_freezing(2, 0.0)},
+    not_applicable=_SEES_ALL_PARAMS,
     acts=_first_group_stands_still,
   ),
   Row(
@@ -402,6 +370,7 @@ ROWS = (
     },
     baseline=lambda: optax.sgd(0.1),
     needs_params=False,
+    not_applicable=_SEES_ALL_PARAMS,
     acts=_first_group_stands_still,
     reachable=lambda tree: jax.tree.map_with_path(
       lambda path, x: 0 * x if "conv" in str(path) else x, tree
@@ -445,12 +414,6 @@ ROWS = (
     baseline=lambda: optax.sgd(0.1),
     needs_params=False,
     acts=_skips_a_long_gradient,
-    orders={
-      "skip_spikes": Order(
-        {"factor": 1.1, "decay": 0.5, "start": 2},
-        lambda inner: interpreter.Skipping(inner, "SkipSpikesState", _NO_SPIKES, _spikes),
-      )
-    },
     bad_values={"factor": kinds.number(0.5, -1), "decay": kinds.number(-1, 1)},
   ),
   Row(
@@ -626,14 +589,15 @@ ROWS = (
 
 
 def holders() -> dict[str, Row]:
-  """A row for each factory whose transformation holds another one: a wrapper."""
-  rows = {row.factory: row for row in reversed(ROWS) if getattr(row.form, "holds_an_optimizer", 0)}
+  """A row for each factory whose transformation holds another one."""
+  reports = lambda row: row.form and hasattr(row.form.state_type, "outcome")  # noqa: E731
+  rows = {row.factory: row for row in reversed(ROWS) if reports(row)}
   return dict(reversed(rows.items()))
 
 
-def on_the_driver() -> dict[str, Row]:
-  """The wrappers whose inner transformation the driver calls."""
-  return {name: row for name, row in holders().items() if row.form.wrapper is not None}
+def wrappers() -> dict[str, Row]:
+  """A row for each wrapper, which fills a slot of a step."""
+  return {name: row for name, row in holders().items() if row.form and row.form.step is not None}
 
 
 def public_factories() -> set[str]:

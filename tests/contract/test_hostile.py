@@ -118,6 +118,10 @@ def test_inside_partition_with_all_extra_arguments(row):
   """`optax.partition` masks with `optax.masked`, so this is both."""
   params = problems.params()
   tx = optax.partition({"ours": row.optimizer(), "other": optax.sgd(0.1)}, LABELS)
+  if row.factory in ("dynamic_loss_scale", "freeze_layers"):
+    with pytest.raises(ValueError, match=rf"`{row.factory}` must see all params"):
+      tx.init(params)
+    return
   state, _ = train(train_step(tx), params)
   kernels = {layer: {"kernel": params[layer]["kernel"]} for layer in ("conv", "dense")}
   alone, _ = train(train_step(row.optimizer()), kernels)
@@ -349,17 +353,20 @@ def test_wrappers_train_around_every_kind_of_optimizer(row, dtype):
   ],
 )
 def test_a_module_that_is_hidden_hides_no_other_whose_name_begins_alike(params, seen):
-  scaled = optax_boost.dynamic_loss_scale(optax.sgd(1.0), 1024.0)
-  labels = {module: "scaled" if module == seen else "plain" for module in params}
-  tx = optax.partition({"plain": optax.sgd(1.0), "scaled": scaled}, labels)
+  averaged = optax_boost.average_params(optax.sgd(1.0), start=0)
+  labels = {module: "averaged" if module == seen else "plain" for module in params}
+  tx = optax.partition({"plain": optax.sgd(1.0), "averaged": averaged}, labels)
 
   def loss(params, x):
     return sum(jnp.sum(leaf * x) for leaf in jax.tree.leaves(params))
 
   step = optax_boost.make_train_step(loss, tx)
   state, _ = step(step.init(params), jnp.ones(2))
-  for leaf in jax.tree.leaves(state.params):
-    np.testing.assert_array_equal(leaf, -np.ones(2))
+  before = jax.tree.map(lambda leaf: leaf + 5, state.params)
+  averages = optax_boost.averaged_params(state.opt_state, before)
+  for module, tree in averages.items():
+    (leaf,) = jax.tree.leaves(tree)
+    np.testing.assert_array_equal(leaf, np.full(2, -1.0 if module == seen else 4.0))
 
 
 def test_leaves_beside_a_hidden_module_must_be_given():

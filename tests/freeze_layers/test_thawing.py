@@ -4,6 +4,7 @@ import functools
 import itertools
 import re
 from typing import NamedTuple
+import warnings
 
 import chex
 import jax
@@ -238,25 +239,56 @@ CLIPPED = {
 }
 
 
+NOT_SHARED = "keeps one step count for all groups, since the optimizer computes an update from the"
+
+
+def zeros_before(start, group):
+  """Gradients of ones, but zeros for the entries of a group in the steps before `start`."""
+
+  def gradients(t, params):
+    updates = ones(t, params)
+    masked = jax.tree.map(lambda u, of: jnp.where((t < start) & of, 0.0, u), updates, group)
+    return masked
+
+  return gradients
+
+
 @pytest.mark.parametrize("clipped", CLIPPED)
-def test_clipping_takes_the_norm_of_all_trained_leaves(clipped):
+@pytest.mark.parametrize("stack", [False, True], ids=["written out", "stacked"])
+def test_clipping_takes_the_norm_of_all_trained_layers(clipped, stack):
   schedule = optax_boost.gradual_unfreezing(2, every=200)
-  tx = optax_boost.freeze_layers(CLIPPED[clipped], ["body", "head"], schedule)
-  updates, _, _ = train(tx, written_out(), ones, 203)
-  np.testing.assert_allclose(updates["head"][100:200], -1 / np.sqrt(4), rtol=1e-4)
-  # After the thaw the norm is that of 16 entries, not 4.
-  np.testing.assert_allclose(updates["body"][200:], -1 / np.sqrt(16), rtol=0.1)
+  params, groups = (stacked(), HALF) if stack else (written_out(), ["body", "head"])
+  first = {"head": False}
+  first |= {"layers": np.arange(5).reshape(5, 1, 1) < 3} if stack else {"body": True}
+  tx = optax_boost.freeze_layers(CLIPPED[clipped], groups, schedule)
+  if clipped == "before":
+    state = tx.init(params)
+    assert len(state.group_counts) == 1
+  else:
+    with pytest.warns(UserWarning, match=NOT_SHARED):
+      state = tx.init(params)
+    assert state.group_counts == ()
+  with warnings.catch_warnings():
+    warnings.simplefilter("ignore", UserWarning)
+    updates, _, _ = train(tx, params, ones, 203)
+  trained = 28 if stack else 4
+  head = updates["head"]
+  np.testing.assert_allclose(head[100:200], -1 / np.sqrt(trained), rtol=1e-4)
+  squares = sum(np.sum(u.reshape(203, -1) ** 2, 1) for u in jax.tree.leaves(updates))
   if clipped != "before":
-    squares = np.sum(updates["body"] ** 2, (1, 2)) + np.sum(updates["head"] ** 2, 1)
     np.testing.assert_allclose(squares, 1.0, rtol=1e-4)
+    # With the run's count, a step equals a step of the optimizer on gradients with zeros.
+    plain, _, _ = train(CLIPPED[clipped], params, zeros_before(200, first), 203)
+    chex.assert_trees_all_close(updates, plain, rtol=1e-5, atol=1e-7)
 
 
-def test_the_norm_of_stacked_layers_is_taken_over_all_that_are_trained():
+def test_counts_of_each_group_that_are_asked_for_are_kept_after_a_clipping():
   schedule = optax_boost.gradual_unfreezing(2, every=200)
-  tx = optax_boost.freeze_layers(CLIPPED["after"], HALF, schedule)
-  updates, _, _ = train(tx, stacked(), ones, 203)
-  np.testing.assert_allclose(updates["layers"][:200, 3:], -1 / np.sqrt(28), rtol=1e-4)
-  np.testing.assert_allclose(updates["layers"][200:], -1 / np.sqrt(64), rtol=1e-4)
+  tx = optax_boost.freeze_layers(CLIPPED["after"], ["body", "head"], schedule, counts="group")
+  updates, _, state = train(tx, written_out(), ones, 203)
+  (counts,) = state.group_counts
+  assert counts.tolist() == [3, 203]
+  np.testing.assert_allclose(updates["body"][:200], 0)
 
 
 SCHEDULES_OF_TWO = optax_boost.FreezeSchedule(2, lambda t, key: (t // 5 + 1) % 2)
@@ -356,8 +388,9 @@ def test_a_leaf_is_computed_for_its_own_group_alone():
   inner = count_updates(optax.adam(RATE), calls)
   tx = optax_boost.freeze_layers(inner, groups, optax_boost.gradual_unfreezing(10, every=3))
   state = tx.init(params)
+  traced_in_init = next(calls)
   program = jax.jit(tx.update).lower(params, state, params).compile()
-  assert next(calls) == 1
+  assert next(calls) == traced_in_init + 2
   assert roots(program) == len(params)
 
 
@@ -473,14 +506,13 @@ def test_the_train_step_compiled_per_depth_thaws_with_fresh_counts():
     (optax.contrib.prodigy(), "ProdigyState"),
     (optax.contrib.mechanize(optax.sgd(RATE)), "MechanicState"),
     (optax.contrib.dog(RATE), "DoGState"),
-    (optax.chain(optax.adam(RATE), optax.contrib.momo()), "MomoState"),
   ],
 )
 def test_a_count_that_may_belong_to_the_run_is_shared_and_warns(inner, name):
   tx = optax_boost.freeze_layers(inner, ["body", "head"], TWO)
   with pytest.warns(UserWarning, match=rf"one step count for all groups in {name}, .*thawed late"):
     state = tx.init(written_out())
-  assert len(state.group_counts) == (name == "MomoState")
+  assert state.group_counts == ()
 
 
 def custom(state_of):
@@ -546,22 +578,8 @@ def test_a_schedule_in_one_state_with_the_moments_follows_the_run_if_declared():
   np.testing.assert_allclose(updates["body"][100:, 0, 0], [-1.0, -1.01 * 1.9], rtol=1e-5)
 
 
-def test_counts_in_a_users_wrapper_count_the_run_since_its_parts_cannot_be_called_alone():
-  inner = optax.chain(optax.scale_by_adam(), CLIP)
-
-  def update(updates, state, params=None):
-    return inner.update(updates, state, params)
-
-  update.wraps = inner
-  tx = optax_boost.freeze_layers(
-    optax.GradientTransformation(inner.init, update), ["body", "head"], TWO
-  )
-  with pytest.warns(UserWarning, match="one step count for all groups in .*update"):
-    assert tx.init(written_out()).group_counts == ()
-
-
-# Compositions around Adam and a clipping, whose norm is that of all trained entries.
-CLIPPED_INSIDE = {
+# Compositions around Adam and a clipping before it, in which no moments meet.
+COMPOSED = {
   "chain": lambda tx: tx,
   "named_chain": lambda tx: optax.named_chain(("only", tx)),
   "masked": lambda tx: optax.masked(tx, True),
@@ -570,6 +588,9 @@ CLIPPED_INSIDE = {
   "apply_if_finite": lambda tx: optax.apply_if_finite(tx, 3),
   "conditionally_mask": lambda tx: optax.transforms.conditionally_mask(tx, lambda step: True),
   "jit": lambda tx: optax.GradientTransformationExtraArgs(tx.init, jax.jit(tx.update)),
+  "a user's": lambda tx: optax.GradientTransformation(
+    tx.init, lambda g, s, p=None: tx.update(g, s, p)
+  ),
   "MultiSteps": lambda tx: optax.MultiSteps(tx, 1).gradient_transformation(),
   "switch_after": lambda tx: optax_boost.switch_after(10**6, tx, optax.sgd(RATE)),
   "dynamic_loss_scale": lambda tx: optax_boost.dynamic_loss_scale(tx, 1.0),
@@ -581,17 +602,60 @@ CLIPPED_INSIDE = {
 }
 
 
-@pytest.mark.parametrize("inside", CLIPPED_INSIDE)
-def test_clipping_after_moments_takes_the_norm_of_the_steps_that_are_made(inside):
-  tx = optax_boost.freeze_layers(
-    CLIPPED_INSIDE[inside](optax.chain(optax.scale_by_adam(), CLIP)),
-    ["body", "head"],
-    optax_boost.gradual_unfreezing(2, every=200),
-  )
-  updates, _, _ = train(tx, written_out(), ones, 203)
-  np.testing.assert_allclose(updates["head"][100:200], 1 / np.sqrt(4), rtol=1e-4)
-  for leaf in jax.tree.leaves(updates):
-    np.testing.assert_allclose(leaf[200:], 1 / np.sqrt(16), rtol=1e-4)
+@pytest.mark.parametrize("composed", COMPOSED)
+def test_a_clipping_after_moments_is_found_in_every_composition(composed):
+  schedule = optax_boost.gradual_unfreezing(2, every=200)
+
+  def frozen(inner):
+    return optax_boost.freeze_layers(COMPOSED[composed](inner), ["body", "head"], schedule)
+
+  adam = optax.scale_by_adam()
+  after = frozen(optax.chain(adam, CLIP))
+  with pytest.warns(UserWarning, match=NOT_SHARED) as caught:
+    state = after.init(written_out())
+  assert len(caught) == 1
+  assert state.group_counts == ()
+  before = frozen(optax.chain(CLIP, adam, optax.add_decayed_weights(0.1), optax.scale(-RATE)))
+  assert len(before.init(written_out()).group_counts) == 1
+
+
+@pytest.mark.parametrize("name", ["schedule", "reduce_on_plateau"])
+def test_a_factor_of_all_updates_leaves_each_group_its_count(name):
+  last = {
+    "schedule": optax.scale_by_schedule(optax.cosine_decay_schedule(1.0, 100)),
+    "reduce_on_plateau": optax.contrib.reduce_on_plateau(),
+  }[name]
+  tx = optax_boost.freeze_layers(optax.chain(optax.adamw(RATE), last), ["body", "head"], TWO)
+  assert len(tx.init(written_out()).group_counts) == 1
+
+
+# Transformations of a moment of five layers, whose results for a layer may depend on others.
+MIXING = {
+  "a cumulative sum": (lambda m: jnp.cumsum(m, 0), True),
+  "a reversal": (lambda m: m[::-1], True),
+  "a sort": (lambda m: jnp.sort(m, 0), True),
+  "a mean of all": (lambda m: m / jnp.mean(m), True),
+  "a product of matrices": (lambda m: jnp.tensordot(jnp.ones((5, 5)), m, 1), True),
+  "a transposition": (lambda m: m + jnp.swapaxes(m[:, :, :3], 1, 2) + m, False),
+  "a mean of each": (lambda m: m / jnp.mean(m, (1, 2), keepdims=True), False),
+  "a maximum of each": (lambda m: m / jnp.max(m.reshape(5, -1), 1)[:, None, None], False),
+  "a condition": (lambda m: jax.lax.cond(jnp.all(m > 0), lambda m: m, lambda m: -m, m), True),
+  "a loop": (lambda m: jax.lax.fori_loop(0, 3, lambda i, m: m + i, m), True),
+  "a custom derivative": (jax.nn.silu, False),
+}
+
+
+@pytest.mark.parametrize("name", MIXING)
+def test_layers_of_a_stacked_moment_meet_only_in_operations_along_their_axis(name):
+  function, meet = MIXING[name]
+  apply = optax.stateless(lambda updates, _: updates | {"layers": function(updates["layers"])})
+  tx = optax_boost.freeze_layers(optax.chain(optax.scale_by_adam(), apply), HALF, TWO)
+  params = {"layers": jnp.full((5, 3, 3), 0.5), "head": jnp.full((4,), 0.5)}
+  with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    state = tx.init(params)
+  assert [NOT_SHARED in str(w.message) for w in caught] == [True] * meet
+  assert len(state.group_counts) == (not meet)
 
 
 def test_a_count_apart_from_moments_counts_the_run():

@@ -16,7 +16,7 @@ PACKAGE = pathlib.Path(optax_boost.__file__).parent
 # The functions in which `jnp.isfinite` decides about something else than entries of gradients,
 # params or states, which are `_finiteness.finite_entries`'s.
 ALLOWED = {
-  "_wrappers/_accumulation.py": {"_judge": "a sum of weights, a scalar"},
+  "_step/_accumulation.py": {"weight_is_valid": "a sum of weights, a scalar"},
   "_methods/_adasum/_pairs.py": {"bounds_of": "a guard of `frexp`"},
   "_methods/_adasum/_reduction.py": {"_walk": "sums of squares"},
   "_methods/_dim_reduce/_fit.py": {"_check_fit": "a variance, a scalar"},
@@ -34,7 +34,7 @@ ALLOWED = {
     "sum_is_finite": "a sum of squares",
   },
   "_methods/_lars.py": {"_trust_ratio": "norms"},
-  "_wrappers/_precision/_rounding.py": {
+  "_step/_precision/_rounding.py": {
     "round_to_nearest": "a guard of the rounding, which keeps infinities",
     "round_stochastically": "a guard of the rounding, which keeps infinities",
   },
@@ -93,13 +93,11 @@ def test_the_loss_scale_follows_the_definition(stricter):
   assert state.loss_scale == 2
 
 
-@pytest.mark.parametrize("not_finite", ["drop", "keep"])
-def test_accumulation_follows_the_definition(stricter, not_finite):
-  tx = optax_boost.accumulate(optax.sgd(1.0), 2, not_finite=not_finite)
+def test_accumulation_follows_the_definition(stricter):
+  tx = optax_boost.accumulate(optax.sgd(1.0), 2)
   _, state = jax.jit(tx.update)(LARGE, tx.init(PARAMS), PARAMS)
   assert state.notfinite_count == 1
-  # A bad micro-batch that is kept spoils its window, for the inner optimizer to see.
-  assert bool(state.accumulator.any()) == (not_finite == "keep")
+  assert not state.accumulator.any()
 
 
 def test_the_refresh_of_svrg_follows_the_definition(stricter):

@@ -134,5 +134,5 @@ def test_auto_boost_asks_nothing_and_cuts_between_layers(name):
   config = {"boost": {"mode": "manual", "less_bn": False}, "grad_freeze": {"param_groups": 10}}
   boost = optax_boost.auto_boost("O1", config=config)
   tx = boost.optimizer(optax.sgd(0.1), layout.loss, layout.params, *layout.args)
-  group_of = jax.tree.leaves(tx.update.form.frozen_groups.number(layout.params))
+  group_of = jax.tree.leaves(tx.update.form.step.freezing.number_leaves(layout.params))
   assert set().union(*(np.ravel(number).tolist() for number in group_of)) == set(range(10))

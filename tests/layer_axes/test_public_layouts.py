@@ -186,8 +186,8 @@ def test_auto_boost_finds_the_layers_by_itself(name):
     tx = boost.optimizer(optax.sgd(0.1), *layout.split, *layout.args)
     step = optax_boost.make_train_step(loss, tx)
     step.lower(step.init(*arrays), *layout.args)
-  groups = tx.update.form.frozen_groups
-  numbers = jax.tree.leaves(groups.number(layout.params))
+  freezing = tx.update.form.step.freezing
+  numbers = jax.tree.leaves(freezing.number_leaves(layout.params))
   for path, number in zip(_paths.leaf_paths(layout.params), numbers, strict=True):
     if path.startswith(layout.prefix):
       assert list(np.ravel(number)) == [0, 0, 1, 1], path

@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import optax_boost
-from optax_boost._wrappers._precision import _rounding
+from optax_boost._step._precision import _rounding
 from tests import meshes
 
 DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}

@@ -125,9 +125,9 @@ def test_the_period_can_be_a_function_of_the_steps_made():
     run(optax_boost.laperm(optax.sgd(1.0), lambda count: jnp.ones(2)), "float32", 1)
 
 
-def test_micro_steps_of_an_accumulation_inside_do_not_count_as_steps():
-  tx = optax_boost.laperm(optax_boost.accumulate(optax.sgd(1.0), every=3), sync_every=2)
-  flags, now, state = run(tx, "float32", 8)
+def test_micro_steps_inside_do_not_count_as_steps():
+  windows = optax.MultiSteps(optax.sgd(1.0), 3).gradient_transformation()
+  flags, now, state = run(optax_boost.laperm(windows, sync_every=2), "float32", 8)
   # After a synchronization params stay a permutation until the next inner step.
   assert flags == [True, True, False, False, False, True, True, True]
   assert state.count == 2
@@ -137,11 +137,18 @@ def test_micro_steps_of_an_accumulation_inside_do_not_count_as_steps():
   assert np.any(np.asarray(now["kernel"]) != params()["kernel"])
 
 
-def test_steps_that_a_loss_scale_inside_skips_do_not_count():
-  def overflowing(t):
-    return jax.tree.map(lambda g: np.full_like(g, np.inf) if t == 1 else g, grads(t))
+def overflowing(t):
+  return jax.tree.map(lambda g: np.full_like(g, np.inf) if t == 1 else g, grads(t))
 
-  scaled = optax_boost.dynamic_loss_scale(optax.sgd(1.0), initial_scale=1.0)
-  flags, _, state = run(optax_boost.laperm(scaled, sync_every=2), "float32", 3, overflowing)
+
+def test_steps_that_are_skipped_inside_do_not_count():
+  finite = optax.apply_if_finite(optax.sgd(1.0), 5)
+  flags, _, state = run(optax_boost.laperm(finite, sync_every=2), "float32", 3, overflowing)
   assert flags == [False, False, True]
   assert state.count == 2
+
+
+def test_refuses_a_wrapper_which_acts_on_every_step():
+  tx = optax_boost.laperm(optax_boost.dynamic_loss_scale(optax.sgd(1.0)), sync_every=2)
+  with pytest.raises(ValueError, match=r"`laperm` can't hold `dynamic_loss_scale`"):
+    tx.init(params())

@@ -70,18 +70,12 @@ def train(tx, steps=3, loss_fn=loss_fn, **options):
   return state, metrics
 
 
-def half_by_half(scaled):
-  """The complex leaf by SGD, the real one by a transformation that asks for a scaled loss."""
-  labels = {"complex": "plain", "real": "scaled"}
-  return optax.partition({"plain": optax.sgd(0.01), "scaled": scaled(optax.sgd(0.01))}, labels)
-
-
 OPTIMIZERS = {
   "sgd": lambda: (optax.sgd(0.01), numpy_sgd),
   "adam": lambda: (optax.adam(0.01), numpy_adam),
   "accumulation": lambda: (optax_boost.accumulate(optax.adam(0.01), 1), numpy_adam),
   "average": lambda: (optax_boost.average_params(optax.sgd(0.01), decay=0.5), numpy_sgd),
-  "loss scale": lambda: (half_by_half(optax_boost.dynamic_loss_scale), numpy_sgd),
+  "loss scale": lambda: (optax_boost.dynamic_loss_scale(optax.sgd(0.01)), numpy_sgd),
   "switch": lambda: (optax_boost.switch_after(1, optax.sgd(0.01), optax.sgd(0.01)), numpy_sgd),
 }
 

@@ -49,8 +49,8 @@ def test_the_page_has_the_metrics_of_every_step_with_their_dtypes_and_shapes():
     if metric.of == "every step":
       factories = [row.factory for row in registry.ROWS]
     if metric.of == "wrappers that skip":
-      rows = registry.on_the_driver()
-      factories = [name for name, row in rows.items() if hasattr(row.form.state_type, "skips")]
+      rows = registry.wrappers()
+      factories = [name for name, row in rows.items() if row.form.step.leaves_out]
     found = {(factory, metric.dtype, shapes[metric.shape]) for factory in factories}
     described.setdefault(metric.name, set()).update(found)
   assert described == returned, "correct the section Metrics of the card"

@@ -1,6 +1,7 @@
 """The train step on plain JAX functions."""
 
 import itertools
+from typing import Any, NamedTuple
 import warnings
 
 import chex
@@ -170,7 +171,12 @@ def reading_layers():
     assert layers.describe().axes[0].stacked == (0,)
     return updates, state
 
-  return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+  return optax.GradientTransformationExtraArgs(lambda params: ReadingState(None), update)
+
+
+class ReadingState(NamedTuple):
+  unused: Any
+  takes = ("layers",)
 
 
 FREEZING = (["blocks", "head"], optax_boost.fixed_freezing(2, frozen_groups=0))
@@ -187,7 +193,7 @@ CALLS_OF_THE_LOSS = {
       optax_boost.accumulate(optax_boost.freeze_layers(optax.adamw(0.1), *FREEZING), 2)
     ),
   ),
-  "a user's own that names the layers": (1, lambda: optax.chain(reading_layers(), optax.sgd(0.1))),
+  "a user's own that takes the layers": (1, lambda: optax.chain(reading_layers(), optax.sgd(0.1))),
   "frozen layers of a scan": (
     1,
     lambda: optax_boost.freeze_layers(
@@ -321,6 +327,16 @@ def test_refuses_a_weight_that_the_loss_does_not_return():
     step(state, PADDED)
 
 
+class WeighedState(NamedTuple):
+  inner_state: Any
+  takes = ("weight",)
+
+
+def weighed(tx, updates, state):
+  updates, inner_state = tx.update(updates, state.inner_state)
+  return updates, WeighedState(inner_state)
+
+
 WEIGHTED = {
   "nothing": (lambda tx: tx, True),
   "MultiSteps": (lambda tx: optax.MultiSteps(tx, 2).gradient_transformation(), True),
@@ -334,7 +350,8 @@ WEIGHTED = {
   "masked": (lambda tx: optax.masked(optax_boost.accumulate(tx, 2), {"head": True}), False),
   "a transformation of one's own": (
     lambda tx: optax.GradientTransformationExtraArgs(
-      tx.init, lambda updates, state, params=None, *, weight, **_: tx.update(updates, state)
+      lambda params: WeighedState(tx.init(params)),
+      lambda updates, state, params=None, *, weight, **_: weighed(tx, updates, state),
     ),
     False,
   ),

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_boost._form import _compositions
+from optax_boost._step import _wrapper
 from tests.trainers import methods
 
 KEY = jax.random.key(0)
@@ -88,7 +88,7 @@ def levanter(tx):
 
   def wrapped(scale):
     # Wrappers go around the chain that the loop makes.
-    return _compositions.around_innermost(
+    return _wrapper.replace_inner(
       optax.with_extra_args_support(tx),
       lambda inner: optax.chain(optax.clip_by_global_norm(1e3), inner, optax.scale(scale)),
     )

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_boost._form import _compositions
+from optax_boost._step import _wrapper
 from tests import meshes
 from tests.trainers import methods
 
@@ -102,7 +102,7 @@ def hugging_face(tx):
 
   # A weight so small that it changes nothing that is compared.
   # Wrappers go around the chain that the loop makes.
-  chain = _compositions.around_innermost(
+  chain = _wrapper.replace_inner(
     optax.with_extra_args_support(tx),
     lambda inner: optax.chain(inner, optax.add_decayed_weights(0.0, decayed)),
   )

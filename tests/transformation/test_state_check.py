@@ -43,7 +43,7 @@ def steps(tx, state):
     (
       optax_boost.accumulate(optax.sgd(0.1), 2),
       optax_boost.accumulate(optax.sgd(0.1), 2).init(OTHERS),
-      r"it lacks the leaf 'accumulator/b'",
+      r"it lacks the leaf 'accumulation/accumulator/b'",
     ),
     (
       optax.adam(0.1),

@@ -2,7 +2,6 @@
 
 import functools
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +9,6 @@ import optax
 import pytest
 
 import optax_boost
-from optax_boost._form import _compositions, _skipped_steps
 from tests.contract import registry
 
 CHECKING = {
@@ -48,7 +46,9 @@ def counting(calls):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("door", ["update", "apply_gradients"])
 @pytest.mark.parametrize("names", [*((name,) for name in WRAPPERS), *NESTED], ids="-".join)
-def test_an_inner_optimizer_is_traced_at_most_twice(names, door, dtype):
+def test_an_inner_optimizer_is_traced_twice_and_once_more_if_its_result_is_checked(
+  names, door, dtype
+):
   calls = []
   tx = wrap(names, counting(calls))
   params = {"w": jnp.ones(3, dtype)}
@@ -60,17 +60,17 @@ def test_an_inner_optimizer_is_traced_at_most_twice(names, door, dtype):
     return optax_boost.apply_gradients(tx, params, state, params)
 
   jax.make_jaxpr(step)(params, state)
-  assert 1 <= len(calls) <= 2
+  assert 1 <= len(calls) <= 2 + any(name in CHECKING for name in names)
 
 
 @pytest.mark.parametrize("names", [*((name,) for name in CHECKING), *NESTED], ids="-".join)
-def test_outside_of_jit_an_inner_optimizer_is_called_once_a_step(names):
+def test_outside_of_jit_a_step_whose_result_is_checked_is_computed_twice(names):
   calls = []
   tx, params = wrap(names, counting(calls)), jnp.ones(3)
   state = tx.init(params)
   for _ in range(2):
     params, state = optax_boost.apply_gradients(tx, params, state, params)
-  assert len(calls) == (1 if "accumulate" in names else 2)
+  assert len(calls) == (2 if "accumulate" in names else 4)
 
 
 def test_every_factory_has_the_one_form():
@@ -92,44 +92,6 @@ def test_every_factory_has_the_one_form():
   assert {f.removeprefix("scale_by_").partition("_trust")[0] for f in factories} <= methods
 
 
-INNER = optax_boost.centralize()
-IN_OPTAX = {
-  "apply_if_finite": optax.apply_if_finite(INNER, 5),
-  "chain": optax.chain(optax.identity(), INNER),
-  "conditionally_mask": optax.transforms.conditionally_mask(INNER, lambda step: True),
-  "conditionally_transform": optax.transforms.conditionally_transform(INNER, lambda step: True),
-  "lookahead": optax.lookahead(INNER, 2, 0.5),
-  "masked": optax.masked(INNER, True),
-  "MultiSteps": optax.MultiSteps(INNER, 2).gradient_transformation(),
-  "named_chain": optax.named_chain(("first", optax.identity()), ("second", INNER)),
-  "partition": optax.partition({"x": INNER, "y": optax.sgd(1.0)}, "x"),
-  "sam": optax.contrib.sam(INNER, optax.sgd(1.0)),
-  "schedule_free": optax.contrib.schedule_free(INNER, 1.0),
-  "split_real_and_imaginary": optax.contrib.split_real_and_imaginary(INNER),
-  "with_extra_args_support": optax.with_extra_args_support(optax.GradientTransformation(*INNER)),
-  "chain in a mask in MultiSteps": optax.MultiSteps(
-    optax.masked(optax.chain(INNER), True), 2
-  ).gradient_transformation(),
-}
-
-
-@pytest.mark.parametrize("name", IN_OPTAX)
-def test_the_transformations_inside_optax_wrappers_are_found(name):
-  assert [form.method for form in _compositions.forms(IN_OPTAX[name])] == ["centralize"]
-
-
-def test_other_functions_are_not_searched_for_transformations():
-  """A model that a user's function captures may be large, and is no wrapper."""
-
-  def update(updates, state, params=None, **extra_args):
-    return INNER.update(updates, state, params, **extra_args)
-
-  tx = optax.GradientTransformationExtraArgs(INNER.init, update)
-  assert _compositions.forms(tx) == []
-  update.wraps = INNER
-  assert [form.method for form in _compositions.forms(tx)] == ["centralize"]
-
-
 PARAMS = {"a": jnp.ones(2), "b": jnp.ones(2)}
 
 
@@ -146,29 +108,17 @@ def averaged(tx):
 
 
 SGD, FIRST = optax.sgd(1.0), {"a": True, "b": False}
-IN_A_CHAIN = {
-  "clipping before a scale": optax.chain(optax.clip_by_global_norm(1.0), scaled(SGD)),
-  "svrg before a scale": optax.chain(optax_boost.svrg(refresh_every=2), scaled(SGD)),
-  "a named chain": optax.named_chain(("clip", optax.clip(1.0)), ("scaled", scaled(SGD))),
-  "a chain in a chain": optax.chain(optax.clip(1.0), optax.chain(scaled(SGD), optax.scale(0.5))),
+LAST = {
   "decay after a window": optax.chain(
     optax_boost.accumulate(SGD, 2), optax.add_decayed_weights(0.1)
   ),
   "decay after freezing": optax.chain(frozen(SGD), optax.add_decayed_weights(0.1)),
-  "noise after freezing": optax.chain(frozen(SGD), optax.add_noise(0.1, 0.0, jax.random.key(0))),
   "moments after freezing": optax.chain(frozen(optax.identity()), optax.adamw(0.1)),
   "Adam after layer-wise decay": optax.chain(
     optax_boost.layerwise_decay(optax.identity(), ["a", "b"]), optax.adam(0.1)
   ),
   "an identity after an average": optax.chain(averaged(SGD), optax.identity()),
-  "in a window": optax_boost.accumulate(optax.chain(scaled(SGD), optax.clip(1.0)), 2),
-  "in MultiSteps": optax.MultiSteps(
-    optax.chain(scaled(SGD), optax.clip(1.0)), 2
-  ).gradient_transformation(),
-  "in a factory": optax.inject_hyperparams(
-    lambda rate: optax.chain(optax.clip(1.0), scaled(optax.sgd(rate)))
-  )(0.1),
-  "a mask in a chain": optax.chain(optax.masked(scaled(SGD), FIRST), optax.clip(1.0)),
+  "a named chain": optax.named_chain(("average", averaged(SGD)), ("decay", optax.scale(0.5))),
   "a part in a chain": optax.chain(
     optax.partition({"x": averaged(SGD), "y": SGD}, {"a": "x", "b": "y"}), optax.clip(1.0)
   ),
@@ -177,27 +127,52 @@ IN_A_CHAIN = {
     optax.clip(1.0),
   ),
 }
+WHOLE = {
+  "clipping before a scale": optax.chain(optax.clip_by_global_norm(1.0), scaled(SGD)),
+  "svrg before a scale": optax.chain(optax_boost.svrg(refresh_every=2), scaled(SGD)),
+  "clipping before freezing": optax.chain(optax.clip(1.0), frozen(SGD)),
+  "a chain in a chain": optax.chain(optax.clip(1.0), optax.chain(optax.identity(), scaled(SGD))),
+  "in a factory": optax.inject_hyperparams(
+    lambda rate: optax.chain(optax.clip(1.0), scaled(optax.sgd(rate)))
+  )(0.1),
+}
+AROUND = {
+  "the root": lambda tx: tx,
+  "an average": averaged,
+  "apply_if_finite": lambda tx: optax.apply_if_finite(tx, 5),
+}
 
 
-@pytest.mark.parametrize("name", IN_A_CHAIN)
-def test_a_wrapper_in_a_chain_is_refused_in_init(name):
-  words = (
-    r"`(\w+)` holds an optimizer and goes around a chain, never into one: .* members of"
-    r" `optax\.(named_)?chain`\. Write `\1\(optax\.chain\(\.\.\.\), \.\.\.\)`; .*`optax\.partition`"
-  )
+@pytest.mark.parametrize("around", AROUND)
+@pytest.mark.parametrize("name", LAST | WHOLE)
+def test_a_step_in_a_wrong_place_of_a_chain_is_refused_where_its_state_is_seen(name, around):
+  reason = "members after it would change" if name in LAST else "members before it don't know"
+  words = rf"`(\w+)` can't be inside of `optax\.(named_)?chain` here: .*{reason}.*Put it around the"
+  tx = AROUND[around]((LAST | WHOLE)[name])
   with pytest.raises(ValueError, match=words):
-    IN_A_CHAIN[name].init(PARAMS)
+    optax_boost.apply_gradients(tx, PARAMS, tx.init(PARAMS), PARAMS)
 
 
-def test_a_wrapper_goes_around_a_chain_and_into_parts_of_the_leaves():
+def test_a_step_goes_around_a_chain_or_last_into_it_and_into_parts_of_the_leaves():
   inner = optax.chain(optax.clip(1.0), optax.sgd(1.0))
   for tx in (
     scaled(inner),
     optax.chain(scaled(inner)),
-    optax.masked(scaled(inner), FIRST),
-    optax.partition({"x": scaled(inner), "y": inner}, {"a": "x", "b": "y"}),
+    optax.chain(optax.clip(1.0), optax_boost.accumulate(inner, 2)),
+    optax.chain(optax.clip(1.0), averaged(inner)),
+    optax.masked(averaged(inner), FIRST),
+    optax.partition({"x": averaged(inner), "y": inner}, {"a": "x", "b": "y"}),
     optax_boost.accumulate(optax.partition({"x": averaged(inner)}, "x"), 2),
   ):
+    optax_boost.apply_gradients(tx, PARAMS, tx.init(PARAMS), PARAMS)
+
+
+@pytest.mark.parametrize("part", [scaled, frozen], ids=["dynamic_loss_scale", "freeze_layers"])
+@pytest.mark.parametrize("mask", ["masked", "partition"])
+def test_a_step_that_acts_on_the_whole_loss_is_refused_in_a_part_of_the_leaves(mask, part):
+  words = r"`(\w+)` must see all params, .*hides .* from it\. Put it around the whole: `\1\(optax"
+  tx = HIDDEN[mask](part(SGD))
+  with pytest.raises(ValueError, match=words):
     tx.init(PARAMS)
 
 
@@ -207,8 +182,9 @@ HIDDEN = {
   "inject_hyperparams": lambda tx: optax.inject_hyperparams(lambda rate: tx)(0.1),
   "apply_if_finite": lambda tx: optax.apply_if_finite(tx, 5),
   "MultiSteps": lambda tx: optax.MultiSteps(tx, 2).gradient_transformation(),
-  "switch_after": lambda tx: optax_boost.switch_after(1, optax.sgd(1.0), tx),
-  "a user's": lambda tx: optax.GradientTransformationExtraArgs(lambda p: tx.init(p), tx.update),
+  "a user's": lambda tx: optax.GradientTransformation(
+    tx.init, lambda updates, state, params: tx.update(updates, state, params)
+  ),
 }
 CHANGING = {
   "freeze_layers": lambda tx: frozen(tx),
@@ -221,38 +197,43 @@ CHANGING = {
 @pytest.mark.parametrize("kept", ["master_weights", "stochastic_rounding"])
 def test_changes_that_would_not_reach_rounded_params_are_refused(kept, hidden, changing):
   tx = CHANGING[changing](HIDDEN[hidden](WRAPPERS[kept](optax.sgd(1.0))))
-  with pytest.raises(ValueError, match=rf"`{changing}` can't hold `{kept}`: .*`{kept}\({changing}"):
+  with pytest.raises(
+    ValueError, match=rf"`{changing}` can't hold `\w+` further inside: .*`\w+\({changing}"
+  ):
     tx.init(PARAMS)
-  # What the driver of wrappers calls hides nothing.
+  # What is in the same step hides nothing.
   CHANGING[changing](optax_boost.accumulate(WRAPPERS[kept](optax.sgd(1.0)), 2)).init(PARAMS)
 
 
-@pytest.mark.parametrize("name", ["laperm", "lookahead", "switch_after"])
-def test_an_average_inside_a_transformation_that_replaces_its_updates_is_refused(name):
-  average = optax_boost.average_params(optax.sgd(1.0), start=0)
+@pytest.mark.parametrize("method", ["laperm", "switch_after", "dim_reduce"])
+def test_a_method_that_is_a_part_of_a_step_holds_no_step(method):
+  plane = optax_boost.Subspace(
+    PARAMS, jax.tree.map(lambda p: jnp.ones((1, 2)) / 2, PARAMS), jnp.ones(1), jnp.ones(1)
+  )
   around = {
-    "laperm": lambda: optax_boost.laperm(average, 2),
-    "lookahead": lambda: optax.lookahead(average, 2, 0.5),
-    "switch_after": lambda: optax_boost.switch_after(1, optax.sgd(1.0), average),
-  }
-  params = optax.LookaheadParams.init_synced(PARAMS) if name == "lookahead" else PARAMS
-  with pytest.raises(ValueError, match=rf"`average_params\((optax\.)?{name}\(\.\.\.\)\)`"):
-    around[name]().init(params)
+    "laperm": lambda tx: optax_boost.laperm(tx, 2),
+    "switch_after": lambda tx: optax_boost.switch_after(1, optax.sgd(1.0), tx),
+    "dim_reduce": lambda tx: optax_boost.dim_reduce(plane, inner=tx),
+  }[method]
+  for wrapper in (averaged, lambda tx: optax_boost.accumulate(optax.masked(tx, FIRST), 4)):
+    words = rf"`{method}` can't hold `(\w+)`, .*Put it around: `\1\({method}\(\.\.\.\), \.\.\.\)`"
+    with pytest.raises(ValueError, match=words):
+      around(wrapper(SGD)).init(PARAMS)
 
 
-@pytest.mark.parametrize("kept", ["master_weights", "stochastic_rounding"])
-def test_half_precision_inside_apply_if_finite_is_refused_with_the_order_that_works(kept):
-  tx = optax.apply_if_finite(WRAPPERS[kept](optax.sgd(1.0)), 5)
-  with pytest.raises(ValueError, match=rf"`{kept}\(optax\.apply_if_finite\(\.\.\.\)\)`"):
-    tx.init(jnp.ones(2, jnp.bfloat16))
-  params = jnp.ones(2)
-  after, _ = optax_boost.apply_gradients(tx, params, tx.init(params), params)
-  np.testing.assert_array_equal(after, 0)
+def test_an_average_inside_a_transformation_that_replaces_its_updates_is_refused():
+  tx = optax.lookahead(averaged(SGD), 2, 0.5)
+  params = optax.LookaheadParams.init_synced(PARAMS)
+  state = tx.init(params)
+  with pytest.raises(
+    ValueError, match=r"`average_params` can't be .*`average_params\(optax.lookah"
+  ):
+    optax_boost.apply_gradients(tx, PARAMS, state, params)
 
 
 def test_half_precision_hidden_from_a_loss_scale_is_refused_with_the_order_that_works():
   tx = scaled(optax.masked(optax_boost.master_weights(optax.sgd(1.0)), True))
-  with pytest.raises(ValueError, match=r"`master_weights\(dynamic_loss_scale\(\.\.\.\)\)`"):
+  with pytest.raises(ValueError, match=r"`master_weights\(dynamic_loss_scale\("):
     tx.init(jnp.ones(2, jnp.bfloat16))
   tx.init(jnp.ones(2))
 
@@ -288,21 +269,6 @@ def test_parts_side_by_side_make_a_step_if_one_of_them_does():
   )
   _, state = alone.update(params, alone.init(params), params)
   assert not state.made
-
-
-def test_each_side_of_a_switch_reports_its_own_steps():
-  """The first makes a step in each call, the second in every second one."""
-  tx = optax_boost.average_params(
-    optax_boost.switch_after(2, optax.sgd(1.0), optax_boost.accumulate(optax.sgd(1.0), 2)), start=0
-  )
-  params = jnp.zeros(1)
-  state, made = tx.init(params), []
-  for _ in range(6):
-    updates, state = tx.update(jnp.ones(1), state, params)
-    params = optax.apply_updates(params, updates)
-    made.append(bool(state.made))
-  assert made == [True, True, False, True, False, True]
-  assert _skipped_steps.made_step(tx.init(params), state) == made[-1]
 
 
 def test_a_function_around_an_update_that_bears_its_attributes_is_called():
@@ -357,7 +323,6 @@ def test_groups_are_found_in_a_wrapper_that_names_its_extra_arguments():
   def update(updates, state, params=None, value=None):
     return inner.update(updates, state, params)
 
-  update.wraps = inner
   wrapper = optax.GradientTransformationExtraArgs(inner.init, update)
   step = optax_boost.make_train_step(
     lambda params, batch: jnp.sum(params["body"] * params["head"]),
@@ -369,12 +334,11 @@ def test_groups_are_found_in_a_wrapper_that_names_its_extra_arguments():
   assert state.params["head"].tolist() == [0, 0]
 
 
-def test_updates_of_two_scales_have_the_dtype_of_gradients_and_params():
-  tx = optax_boost.dynamic_loss_scale(optax_boost.dynamic_loss_scale(optax.sgd(1.0), 2.0), 2.0)
-  params = jnp.ones(3, jnp.float16)
-  updates, _ = tx.update(4 * params, tx.init(params), params)
-  assert updates.dtype == jnp.float16
-  assert updates.tolist() == [-1] * 3
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_two_of_a_kind_are_refused_when_they_are_written(name):
+  words = rf"`{name}` can't be put around an optimizer that has `{name}` already: .*Leave one of"
+  with pytest.raises(ValueError, match=words):
+    wrap([name, "accumulate" if name != "accumulate" else "average_params", name], SGD)
 
 
 def test_steps_in_place_take_leaves_without_a_dtype_and_keys():
@@ -429,26 +393,6 @@ def test_an_infinite_param_that_would_turn_nan_is_kept_and_counted(name, door, j
   assert count == 0
 
 
-@pytest.mark.parametrize("name", registry.holders())
-def test_a_wrapper_is_rebuilt_around_another_optimizer(name):
-  """Its states are of the other one; all else is as before."""
-  row = registry.holders()[name]
-  inner = optax.sgd(0.1)
-  tx = row.around(optax_boost.accumulate(inner, 1))
-  other = lambda held: optax.chain(optax.scale(0.5), held, optax.trace(0.0))  # noqa: E731
-  ours = _compositions.around_innermost(tx, other)
-  expected = row.around(optax_boost.accumulate(other(inner), 1))
-  second = row.kwargs.get("second")
-  if second is not None:
-    expected = row.around(optax_boost.accumulate(other(inner), 1), second=other(second))
-  params = {"conv": jnp.full((2, 2), 0.5), "dense": jnp.ones((2, 2)), "norm": jnp.ones(2)}
-  state, expected_state = ours.init(params), expected.init(params)
-  for _ in range(2):
-    updates, state = ours.update(params, state, params)
-    wanted, expected_state = expected.update(params, expected_state, params)
-    chex.assert_trees_all_equal((updates, state), (wanted, expected_state))
-
-
 @pytest.mark.parametrize(
   "make",
   [
@@ -459,26 +403,14 @@ def test_a_wrapper_is_rebuilt_around_another_optimizer(name):
   ids=["schedule_free", "mechanize", "sam"],
 )
 def test_an_average_inside_a_transformation_that_makes_its_own_updates_is_refused(make):
-  with pytest.raises(ValueError, match=r"`average_params` around the whole"):
-    make(averaged(SGD)).init(PARAMS)
+  tx = make(averaged(SGD))
+  with pytest.raises(ValueError, match=r"replaces the updates.*`average_params\(optax\.contrib"):
+    optax_boost.average_params(optax.masked(tx, True), start=0).init(PARAMS)
 
 
 def test_frozen_layers_in_schedule_free_are_refused_since_they_would_move():
   tx = optax.contrib.schedule_free(frozen(SGD), 0.1)
-  with pytest.raises(ValueError, match=r"changes params whose updates are zero"):
-    tx.init(PARAMS)
-
-
-def test_functions_of_users_may_have_the_names_of_ours():
-  def laperm():
-    return averaged(SGD).init(PARAMS)
-
-  assert laperm().snapshot_count == 0
-
-
-def test_a_method_between_a_wrapper_and_a_chain_hides_no_chain():
-  plane = optax_boost.Subspace(PARAMS, jax.tree.map(lambda p: jnp.ones((1, 2)) / 2, PARAMS),
-                               jnp.ones(1), jnp.ones(1))  # fmt: skip
-  inner = optax_boost.dim_reduce(plane, inner=optax_boost.accumulate(SGD, 4))
-  with pytest.raises(ValueError, match=r"`accumulate` holds an optimizer and goes around a chain"):
-    optax.chain(inner, optax.add_decayed_weights(0.1)).init(PARAMS)
+  with pytest.raises(
+    ValueError, match=r"moves params whose updates are zero.*`freeze_layers\(optax"
+  ):
+    optax_boost.apply_gradients(tx, PARAMS, tx.init(PARAMS), PARAMS)

@@ -15,7 +15,7 @@ from optax_boost._methods._adasum import _layers, _reduction
 from optax_boost._trace import _layer_axes
 
 
-@_protocol.declares(metrics=("orthogonality", "adasum/notfinite_count"))
+@_protocol.declares(metrics=("orthogonality", "adasum/notfinite_count"), takes=("layers",))
 class AdasumState(NamedTuple):
   """State of :func:`adasum`.
 

@@ -36,11 +36,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_boost._form import _finiteness, _protocol, _transformation
+from optax_boost._form import _finiteness, _transformation
 from optax_boost._foundation import _arrays, _checks, _extra_args, _types
 from optax_boost._methods._dim_reduce import _groups, _linalg, _quasi_newton, _state
 from optax_boost._methods._dim_reduce._state import DimReduceState
 from optax_boost._methods._dim_reduce._subspace import Subspace, check_subspace
+from optax_boost._step import _nesting
 
 _METHOD = _state.METHOD
 # The most trials of a search with `max_search="auto"`. At the default `rho` the last trial's length
@@ -154,9 +155,8 @@ def dim_reduce(
     them gets a copy of the basis, unless `out_axes` of the mapped ``init`` is None for the basis.
   """
   method = _DimReduce(subspace, rho, sigma, gamma, alpha, max_search, groups, inner)
-  wraps = () if method.inner is None else (method.inner,)
   return _transformation.transformation(
-    _METHOD, DimReduceState, method.init, method.step, wraps=wraps, needs_params=True
+    _METHOD, DimReduceState, method.init, method.step, needs_params=True
   )
 
 
@@ -177,7 +177,7 @@ class _DimReduce:
     if not callable(self.subspace):
       check_subspace(self.subspace)
     _groups.check_groups(self.groups)
-    _checks.check_number("rho", self.rho, positive=True, below=1.0)
+    _checks.check_number("rho", self.rho, above=0.0, below=1.0)
     _checks.check_number("sigma", self.sigma, minimum=0.0, below=1.0)
     _checks.check_number("gamma", self.gamma, minimum=0.0, below=1.0)
     _checks.check_learning_rate(self.alpha, "alpha")
@@ -237,11 +237,7 @@ class _DimReduce:
     if self.inner is None:
       return None
     state = self.inner.init(params)
-    if _protocol.is_requested(state, _protocol.LOSS_SCALE):
-      raise ValueError(
-        f"`inner` must not scale the loss; got a state with a `{_protocol.LOSS_SCALE}`. Put the"
-        f" loss scale around `{_METHOD}`."
-      )
+    _nesting.refuse_steps(_METHOD, state)
     return state
 
   def step(

@@ -20,12 +20,15 @@ import optax
 from optax_boost._form import _protocol, _skipped_steps, _transformation
 from optax_boost._foundation import _arrays, _checks, _conditionals, _types
 from optax_boost._methods._sgperm import _execution, _pairs_and_ranks, _sorting, _weight_vectors
+from optax_boost._step import _nesting
 from optax_boost._trace import _layer_axes
 
 _METHOD = "laperm"
 
 
-@_protocol.declares(exact=("permuted_params",), exact_if=("synced",), outcome=("made",))
+@_protocol.declares(
+  exact=("permuted_params",), exact_if=("synced",), outcome=("made",), takes=("layers",)
+)
 class LapermState(NamedTuple):
   """State of :func:`laperm`: two copies of the params and the inner state.
 
@@ -128,9 +131,7 @@ class _Laperm(NamedTuple):
       LapermState,
       self.init,
       self.step,
-      wraps=(self.inner,),
       needs_params=True,
-      rebuild=lambda inner: self._replace(inner=inner).transformation(),
     )
 
   def init(self, params: optax.Params) -> LapermState:
@@ -139,12 +140,14 @@ class _Laperm(NamedTuple):
     pairs = list(zip(layouts, leaves, strict=True))
     masked = [optax.MaskedNode() if lay.excluded else x for lay, x in pairs]
     permuted = jax.tree.unflatten(structure, masked)
+    inner_state = self.inner.init(params)
+    _nesting.refuse_steps(_METHOD, inner_state)
     return LapermState(
       count=jnp.zeros([], jnp.int32),
       synced=jnp.ones([], bool),
       permuted_params=_arrays.copy_arrays(permuted),
       permutation=jax.tree.map(_weight_vectors.identity, permuted),
-      inner_state=self.inner.init(params),
+      inner_state=inner_state,
       made=jnp.zeros([], bool),
     )
 

@@ -46,7 +46,9 @@ from optax_boost._trace import _layer_axes
 _METHOD = "sgperm"
 
 
-@_protocol.declares(metrics=("sgperm/notfinite_count",), exact=("permuted_params",))
+@_protocol.declares(
+  metrics=("sgperm/notfinite_count",), exact=("permuted_params",), takes=("layers",)
+)
 class SgpermState(NamedTuple):
   """State of :func:`sgperm`: three copies of the params, four with ``method="rank"``.
 
@@ -184,12 +186,12 @@ def sgperm(
     leaves.
   """
   _checks.check_number("alpha", alpha, minimum=0.0)
-  _checks.check_number("lamda", lamda, positive=True, maximum=1.0)
-  _checks.check_number("beta1", beta1, positive=True, maximum=1.0)
-  _checks.check_number("beta2", beta2, positive=True)
+  _checks.check_number("lamda", lamda, above=0.0, maximum=1.0)
+  _checks.check_number("beta1", beta1, above=0.0, maximum=1.0)
+  _checks.check_number("beta2", beta2, above=0.0)
   _checks.check_number("alpha_min", alpha_min, minimum=0.0)
-  _checks.check_number("lamda_max", lamda_max, positive=True, maximum=1.0)
-  _checks.check_number("momentum_lr", momentum_lr, positive=True)
+  _checks.check_number("lamda_max", lamda_max, above=0.0, maximum=1.0)
+  _checks.check_number("momentum_lr", momentum_lr, above=0.0)
   _checks.check_number("momentum", momentum, minimum=0.0, below=1.0)
   _checks.check_whole_number("partition_size_min", partition_size_min, static=True)
   _checks.check_bool("include_partition_remainder", include_partition_remainder)

@@ -10,26 +10,16 @@ import optax
 
 import optax_boost
 from tests import closeness
-from tests.contract import registry
 from tests.contract.orders import interpreter as eager, programs
 
-DOORS = ("update", "apply_gradients", "train_step")
+DOORS = ("update", "apply_gradients", "train_step", "scan")
 # Rounding errors of twelve steps, in ulps of the path of each number.
 ULPS = 32
 # The states whose fields are compared; other states hold nothing but these.
 COMPARED = {
-  "TraceState", "ScaleByAdamState", "ApplyIfFiniteState", "MultiStepsState", "LookaheadState",
-  "InjectStatefulHyperparamsState",
-} | {row.form.state_type.__name__ for row in registry.holders().values()}  # fmt: skip
-
-
-def doors(order):
-  """The doors that a composition can go through: the train step takes no pairs of params."""
-  return DOORS[:2] if "lookahead" in order else DOORS
-
-
-class Refused(Exception):
-  """A composition was refused, with a ValueError in `init` or in the first step."""
+  "StepState", "TraceState", "ScaleByAdamState", "ApplyIfFiniteState", "MultiStepsState",
+  "LookaheadState", "InjectStatefulHyperparamsState", "SwitchAfterState", "LapermState",
+}  # fmt: skip
 
 
 def flat(tree):
@@ -58,60 +48,71 @@ def loss_fn(params, batch):
   return sum(jax.tree.leaves(products))
 
 
-def seen_by_scale(order):
-  """The leaves whose gradients carry the scale of the loss."""
-  kinds = programs.kinds(order)
-  if "dynamic_loss_scale" not in kinds:
-    return ()
-  outside = kinds[: kinds.index("dynamic_loss_scale")]
-  hidden = programs.HIDDEN if {"masked", "partition"} & set(outside) else ()
-  return tuple(name for name in programs.SHAPES if name not in hidden)
+def slots(order):
+  return {programs.WAYS[name].slot for name in order if name in programs.WAYS}
 
 
 class Program:
-  """A composition of `optax_boost` behind one of the doors: `init`, then `step` again and again."""
+  """A composition of `optax_boost` behind one of the doors."""
 
-  def __init__(self, order, base, door, dtype="float32"):
+  def __init__(self, order, base, door, dtype="float32", params=None):
     self.order, self.door, self.dtype = order, door, dtype
     self.tx = programs.build(order, base)
-    self.weighted = "accumulate" in programs.kinds(order)
+    self.weighted = "accumulate" in slots(order)
+    if params is None:
+      params = {n: jnp.asarray(p, dtype) for n, p in programs.initial_params().items()}
+    if "lookahead" in order:
+      params = optax.LookaheadParams.init_synced(params)
     if door == "train_step":
       weight = (lambda batch: batch["weight"]) if self.weighted else None
       self.train_step = optax_boost.make_train_step(loss_fn, self.tx, weight=weight, donate=False)
+      self.train_state = self.train_step.init(params)
+      self.initial = self.train_state.params, self.train_state.opt_state
     else:
-      self.compiled = jax.jit(self.by_hand)
+      self.initial = params, self.tx.init(params)
 
   def by_hand(self, params, state, batch):
     """A step of a loop of one's own, whose loss is scaled by hand."""
     grads = batch["gradients"]
-    if seen := seen_by_scale(self.order):
+    if "dynamic_loss_scale" in slots(self.order):
       scale = optax.tree.get(state, "loss_scale")
-      grads = grads | {name: (grads[name] * scale).astype(grads[name].dtype) for name in seen}
+      grads = jax.tree.map(lambda g: (g * scale).astype(g.dtype), grads)
     extra = {"weight": batch["weight"]} if self.weighted else {}
-    if self.door == "apply_gradients":
+    if self.door != "update":
       return optax_boost.apply_gradients(self.tx, grads, state, params, **extra)
     tx = optax.with_extra_args_support(self.tx)
     updates, state = tx.update(grads, state, params, **extra)
     return optax.apply_updates(params, updates), state
 
-  def init(self):
-    params = {n: jnp.asarray(p, self.dtype) for n, p in programs.initial_params().items()}
-    if "lookahead" in self.order:
-      params = optax.LookaheadParams.init_synced(params)
+  def run(self, gradients, weights):
+    """Yields params and optimizer state after each micro-step."""
+    batches = [
+      {
+        "gradients": {name: jnp.asarray(g, self.dtype) for name, g in grads.items()},
+        "weight": jnp.float32(weight),
+      }
+      for grads, weight in zip(gradients, weights, strict=True)
+    ]
     if self.door == "train_step":
-      self.state = self.train_step.init(params)
-      return self.state.params, self.state.opt_state
-    self.state = (params, self.tx.init(params))
-    return self.state
+      for batch in batches:
+        self.train_state, _ = self.train_step(self.train_state, batch)
+        yield self.train_state.params, self.train_state.opt_state
+    elif self.door == "scan":
 
-  def step(self, grads, weight):
-    grads = {name: jnp.asarray(g, self.dtype) for name, g in grads.items()}
-    batch = {"gradients": grads, "weight": jnp.float32(weight)}
-    if self.door == "train_step":
-      self.state, _ = self.train_step(self.state, batch)
-      return self.state.params, self.state.opt_state
-    self.state = self.compiled(*self.state, batch)
-    return self.state
+      def step(carry, batch):
+        carry = self.by_hand(*carry, batch)
+        return carry, carry
+
+      stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *batches)
+      _, carries = jax.jit(lambda *args: jax.lax.scan(step, *args))(self.initial, stacked)
+      carries = jax.tree.map(np.asarray, carries)
+      for t in range(len(batches)):
+        yield jax.tree.map(lambda x, t=t: x[t], carries)
+    else:
+      step, carry = jax.jit(self.by_hand), self.initial
+      for batch in batches:
+        carry = step(*carry, batch)
+        yield carry
 
 
 class Interpreter:
@@ -121,7 +122,6 @@ class Interpreter:
     self.order, self.door = order, door
     self.run = eager.Run(dtype, in_place=door != "update")
     self.tx = programs.interpret(order, base, self.run)
-    self.weighted = "accumulate" in programs.kinds(order)
     params = programs.initial_params()
     if "lookahead" in order:
       params = {f"{side}/{name}": p for side in ("fast", "slow") for name, p in params.items()}
@@ -130,17 +130,14 @@ class Interpreter:
   def step(self, grads, weight, observed):
     self.run.observed = observed
     for node in self.state.nodes():
-      if node.name == "DynamicLossScaleState":
-        seen = seen_by_scale(self.order)
-        grads = {n: g * node["loss_scale"] if n in seen else g for n, g in grads.items()}
-      if node.name == "FreezeLayersState" and self.door == "train_step":
+      scale = node.fields.get("scaling.loss_scale", 1)
+      grads = {name: g * scale for name, g in grads.items()}
+      if self.door == "train_step":
         # The train step doesn't compute the gradients of frozen groups.
-        frozen = programs.GROUPS[: node["frozen_groups"]]
-        seen = node["_trained"]
-        grads = {n: np.zeros_like(g) if n in frozen and n in seen else g for n, g in grads.items()}
-    extra = {"weight": weight} if self.weighted else {}
+        frozen = programs.GROUPS[: node.fields.get("freezing.frozen_groups", 0)]
+        grads = {n: np.zeros_like(g) if n in frozen else g for n, g in grads.items()}
     with np.errstate(all="ignore"):
-      updates, state, _ = self.tx.update(grads, self.state, self.params, extra)
+      updates, state, _ = self.tx.update(grads, self.state, self.params, {"weight": weight})
       self.params = self.run.land(self.params, updates, self.state, state)
       self.state = state
     return self.params, self.state
@@ -219,57 +216,34 @@ class Comparison:
     assert names == [node.name for node in states], f"{moment}: states {names}"
     for i, (node, wanted) in enumerate(zip(found_states, states, strict=True)):
       for field, value in wanted.fields.items():
-        if field.startswith("_") or (field == "master_params" and not wanted["_known"]):
+        if field.startswith("_"):
           continue
-        holder = node.hyperparams if field == "learning_rate" else node._asdict()
-        self.check(moment, f"{wanted.name}.{field}", holder[field], value, (i,))
-    if any(node.name == "AverageParamsState" for node in states):
-      # In a pair of params only the fast ones are averaged, or both are.
-      inside_pair = {"fast", "slow"} & {p.partition("/")[0] for p in params} and names[0] == (
-        "LookaheadState"
-      )
-      if inside_pair:
-        found_params = found_params.fast
-        params = eager.Lookahead.side(params, "fast")
+        slot, _, name = field.rpartition(".")
+        holder = getattr(node, slot or "_self", node)
+        holder = node.hyperparams if field == "learning_rate" else holder._asdict()
+        self.check(moment, f"{wanted.name}.{field}", holder[name], value, (i,))
+    if any("averaging.average" in node.fields for node in states):
       averaged = optax_boost.averaged_params(found_state, found_params)
       average_run = dataclasses.replace(self.run, observed=flat(averaged))
       wanted_average = average_run.round(eager.averaged_params(state, params))
       self.check(moment, "averaged_params", averaged, wanted_average)
 
 
-def run(order, base, door, dtype="float32"):
-  """The differences, by field; raises Refused with the message of a refusal."""
+def differences(order, base, door, dtype="float32"):
+  """What differs from the interpreter, by field."""
   with warnings.catch_warnings():
     warnings.filterwarnings("ignore", "`freeze_layers` saves no time")
     # `optax.masked` and `optax.partition` hide the first group.
     warnings.filterwarnings("ignore", "`groups` has patterns that match no leaf")
-    oracle = Interpreter(order, base, door, dtype)
+    program, oracle = Program(order, base, door, dtype), Interpreter(order, base, door, dtype)
     comparison = Comparison(oracle.run)
+    comparison.compare("init", program.initial, (oracle.params, oracle.state))
     gradients = base.gradients() if isinstance(base, programs.Poisoned) else programs.gradients()
     # Means of two gradients, unless they are weighted, are exact in bfloat16.
-    weights = programs.WEIGHTS if dtype == "float32" else (1,) * programs.MICRO_STEPS
-    steps = list(zip(gradients, weights, strict=True))
-    try:
-      program = Program(order, base, door, dtype)
-      initial = program.init()
-      found = program.step(*steps[0])
-    except ValueError as error:
-      raise Refused(str(error)) from error
-    comparison.compare("init", initial, (oracle.params, oracle.state))
-    for t, (grads, weight) in enumerate(steps):
-      if t:
-        found = program.step(grads, weight)
-      expected = oracle.step(grads, weight, flat(found[0]))
-      comparison.compare(f"micro-step {t}", found, expected)
+    exact = dtype == "float32" or "precision" in slots(order)
+    weights = programs.WEIGHTS if exact else (1,) * programs.MICRO_STEPS
+    found = program.run(gradients, weights)
+    for t, (grads, weight, after) in enumerate(zip(gradients, weights, found, strict=True)):
+      expected = oracle.step(grads, weight, flat(after[0]))
+      comparison.compare(f"micro-step {t}", after, expected)
   return comparison.differences
-
-
-def outcome(order, base, door, dtype="float32"):
-  """("right", {}), ("refused", message), ("wrong", differences) or ("error", the raw error)."""
-  try:
-    differences = run(order, base, door, dtype)
-  except Refused as refusal:
-    return "refused", str(refusal)
-  except Exception as error:
-    return "error", f"{type(error).__name__}: {error}"
-  return ("wrong" if differences else "right"), differences

@@ -1,4 +1,4 @@
-"""An eager interpreter of optimizers and their wrappers, in NumPy and float64.
+"""An eager interpreter of optimizers and the wrappers around them, in NumPy and float64.
 
 It is written from the cards, the docstrings and optax's documentation, and imports nothing of
 `optax_boost`, so it can say whether a composition of wrappers does what its parts promise. Clear
@@ -10,32 +10,22 @@ Params, gradients and updates are flat: a dict from a leaf's path to a float64 a
 "slow/...", its gradients the paths without either. States are `State`s: the name of the state's
 class, its fields, and the states inside it in the order of the class's fields.
 
-The rule that every wrapper obeys: *a step that is not made changes nothing*, neither params nor
-masters nor averages nor counts of steps made, and whether it was made travels outwards through
-every nesting. What the cards leave open is decided here so:
+All wrappers of `optax_boost` that hold an optimizer are one `Step`, which has only one order. What
+the cards leave open is decided here so:
 
 - A step is made if the params may move by it. A chain makes a step if all its members do;
-  `optax.partition` and `optax.masked` if any of their leaves may move.
-- `accumulate` counts in `inner_count` the windows that ran the inner optimizer, also if the inner
-  step was then skipped: the window is over, and `every(inner_count)` must go on. A window that ends
-  in a skipped step is not a step for the wrappers around it.
-- `count` of `freeze_layers`, `master_weights`, `stochastic_rounding` and `average_params` is of
-  steps made, as their docstrings say. So a skipped step repeats its depth, also if `freeze_layers`
-  is around the wrapper that skips.
-- `growth_count` of a loss scale counts micro-steps without an overflow, also inside a window: the
-  scale meets the gradient of each of them.
-- A bad micro-batch that `accumulate` drops has no influence, whichever door it came through: its
-  loss, which the train step passes as `value`, doesn't make the window's step a bad one.
-- `master_weights`, `stochastic_rounding` and `dynamic_loss_scale` undo a step by whose updates or
-  state a number would turn NaN or infinite, also if the gradient is finite, and not if an inner
-  wrapper leaves a bad gradient out. That is the step of the optimizer, not the micro-batch that
-  joins a window's sum: a bad one that `accumulate` keeps spoils its window, which ends without a
-  step. The innermost of these wrappers around the step counts it.
-- An `average_params` averages the masters inside `master_weights`, the rounded params elsewhere.
-- An `average_params` in `optax.lookahead` averages the fast params before they are synchronized;
-  in `optax.masked` and `optax.partition` the leaves that it sees.
-- Masters follow params that something else has moved whenever `update` is called. In a step that
-  is not made they may also follow later, so they are not compared then.
+  `optax.partition` and `optax.masked` if any of their leaves may move. A step that is not made
+  changes neither params nor masters nor averages nor counts of steps made.
+- A micro-batch that is left out, since it is not finite or a spike, is as if it had never come: it
+  does not count in its window. Only counters, the loss scale and the norms know of it.
+- A spike is judged by the norm of the micro-batch's unscaled gradient. A spike is a step without an
+  overflow for the loss scale; a gradient that is not finite does not enter the mean of the norms.
+- `inner_count` counts the windows that were given to the optimizer, also if the optimizer's step
+  was then undone: the window is over, and `every(inner_count)` must go on.
+- `check="updates"` undoes the optimizer's step if a number in params or state would turn NaN or
+  infinite. The batch is then counted in `notfinite_count`, once.
+- An average is of the masters if there are masters, else of the rounded params.
+- Masters follow params that something else has moved, in the next step that is made.
 """
 
 import dataclasses
@@ -43,10 +33,6 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-
-# The counts with which Adam corrects its bias belong to the leaf: a leaf that was frozen until now
-# starts with a count of one. False: they belong to the run.
-COUNTS_OF_TRAINED_STEPS = True
 
 
 @dataclasses.dataclass
@@ -100,31 +86,6 @@ def turned_bad(old, new):
   return False
 
 
-def step_inside(inner, grads, state, params, extra, *, judges=False):
-  """A step of what one of our wrappers holds: updates, state, whether it was made, whether lost.
-
-  A wrapper that judges undoes a step whose updates or state turn bad. The step is that of the first
-  transformation inside that is none of `SEEN_THROUGH`; the innermost judge counts it as lost.
-  """
-  judged = judges or extra.get("_judged", False)
-  if isinstance(inner, SEEN_THROUGH):
-    losses = []
-    wrapper_extra = extra | {"_judged": judged, "_losses": losses}
-    updates, new, made = inner.update(grads, state, params, wrapper_extra)
-    lost = bool(losses)
-  else:
-    named = {name: value for name, value in extra.items() if not name.startswith("_")}
-    updates, new, made = inner.update(grads, state, params, named)
-    for change in extra.get("_changes", ()):
-      updates, new = change(updates, state, new)
-    lost = judged and (not all_finite(updates) or turned_bad(state, new))
-    if lost:
-      updates, new, made = zeros_like(updates), state, False
-  if lost and not judges and "_losses" in extra:
-    extra["_losses"].append(lost)
-  return updates, new, made, lost
-
-
 @dataclasses.dataclass
 class Rate:
   """A learning rate, which `optax.inject_hyperparams` changes between steps."""
@@ -140,7 +101,7 @@ class Run:
     dtype: of the params: "float32", in which nothing is rounded here, or "bfloat16".
     observed: the params that the tested program returned for the current step. Random rounding
       takes its outcome from them, if it is one that it could have had.
-    trained: of each leaf the steps in which it was trained, for `COUNTS_OF_TRAINED_STEPS`.
+    trained: of each leaf the steps in which it was trained, inside a step that freezes layers.
     in_place: whether the door writes new params itself. Then a permutation of `laperm` heals params
       that are not finite, which no update can.
   """
@@ -150,11 +111,8 @@ class Run:
   trained: dict[str, int] | None = None
   in_place: bool = False
 
-  def land(self, params, updates, old, new, rounding="nearest"):
-    """The params after a step that led from one state to the next.
-
-    `rounding` is "nearest", "random" inside `stochastic_rounding`, None for masters.
-    """
+  def land(self, params, updates, old, new, rounds=True):
+    """The params, or the masters, after a step that led from one state to the next."""
     landed = tree_map(np.add, params, updates)
     for before, after in zip(old.nodes(), new.nodes(), strict=True):
       permutes = self.in_place and after.name == "LapermState" and after["synced"]
@@ -165,9 +123,7 @@ class Run:
           # Not of a pair of params.
           if path in landed
         }
-    if rounding is None:
-      return landed
-    return self.round(landed) if rounding == "nearest" else self.round_randomly(landed)
+    return self.round(landed) if rounds else landed
 
   def round(self, tree):
     """Params rounded to the nearest numbers of their dtype.
@@ -474,289 +430,241 @@ class Lookahead:
     return pair, state.after([inner], steps_since_sync=steps), made or sync
 
 
-# Wrappers of optax_boost.
+# The step of optax_boost.
+
+LEAVES_OUT = {"accumulate", "dynamic_loss_scale", "precision", "skip_spikes"}
 
 
-class Accumulate:
-  """`accumulate`: the weighted mean of the window's gradients, for one step of `inner`."""
+class Step:
+  """An optimizer with the wrappers of `optax_boost` around it, in whatever nesting.
 
-  def __init__(self, inner, every, not_finite):
-    self.inner, self.every, self.not_finite = inner, every, not_finite
-
-  def init(self, params):
-    fields = {"count": 0, "inner_count": 0, "weight_sum": 0.0}
-    fields |= {"accumulator": zeros_like(params), "notfinite_count": 0}
-    return State("AccumulateState", fields, [self.inner.init(params)])
-
-  def update(self, grads, state, params, extra):
-    inside = {node.name for node in state.inner[0].nodes()}
-    extra = dict(extra)
-    weight = extra.pop("weight", 1.0)
-    good = all_finite(grads)
-    # A loss scale inside must see an overflow, or it would never come down.
-    keeps = self.not_finite == "keep" or "DynamicLossScaleState" in inside
-    total, weights = state["accumulator"], state["weight_sum"]
-    if good or keeps:
-      total = tree_map(lambda t, g: t + weight * g, total, grads)
-      weights += weight
-    full = state["count"] + 1 >= self.every(state["inner_count"])
-    updates, inner, made, ran = zeros_like(grads), state.inner[0], False, False
-    if full and weights > 0:
-      if "AccumulateState" in inside:
-        extra["weight"] = weights
-      mean = tree_map(lambda t: t / weights, total)
-      updates, inner, made, _ = step_inside(self.inner, mean, inner, params, extra)
-      ran = True
-    if not made:
-      updates = zeros_like(updates)
-    return (
-      updates,
-      state.after(
-        [inner],
-        count=0 if full else state["count"] + 1,
-        inner_count=state["inner_count"] + ran,
-        weight_sum=0.0 if full else weights,
-        accumulator=zeros_like(total) if full else total,
-        notfinite_count=state["notfinite_count"] + (not good),
-      ),
-      made,
-    )
-
-
-class DynamicLossScale:
-  """`dynamic_loss_scale`: Micikevicius et al., 2018; the hysteresis is Megatron's."""
-
-  def __init__(
-    self,
-    inner,
-    *,
-    initial_scale,
-    growth_interval,
-    hysteresis,
-    minimum,
-    maximum,
-    check="gradients",
-  ):
-    self.inner, self.initial, self.judges = inner, initial_scale, check == "updates"
-    self.growth_interval, self.hysteresis = growth_interval, hysteresis
-    self.minimum, self.maximum = minimum, maximum
-
-  def init(self, params):
-    fields = {"loss_scale": self.initial, "growth_count": 0, "hysteresis_count": 0}
-    return State(
-      "DynamicLossScaleState", fields | {"notfinite_count": 0}, [self.inner.init(params)]
-    )
-
-  def update(self, grads, state, params, extra):
-    scale, growth, overflows = (
-      state[name] for name in ("loss_scale", "growth_count", "hysteresis_count")
-    )
-    unscaled = tree_map(lambda g: g / scale, grads)
-    good, lost = all_finite(unscaled), False
-    updates, inner, made = zeros_like(grads), state.inner[0], False
-    if good:
-      updates, inner, made, lost = step_inside(
-        self.inner, unscaled, inner, params, extra, judges=self.judges
-      )
-      growth += 1
-      if growth == self.growth_interval:
-        scale, growth, overflows = min(2 * scale, self.maximum), 0, 0
-    else:
-      growth, overflows = 0, overflows + 1
-      if overflows >= self.hysteresis:
-        scale = max(scale / 2, self.minimum)
-    return (
-      updates,
-      state.after(
-        [inner],
-        loss_scale=scale,
-        growth_count=growth,
-        hysteresis_count=overflows,
-        notfinite_count=state["notfinite_count"] + (not good or lost),
-      ),
-      made,
-    )
-
-
-class Wide:
-  """What `master_weights` and `stochastic_rounding` share: which steps they make."""
-
-  inner: Any
-  judges: bool
-
-  def step_if_finite(self, grads, state, params, extra):
-    """The inner step: skipped if the gradients are not finite, or undone if the result is not."""
-    inside = {node.name for node in state.inner[0].nodes()}
-    # A loss scale inside must see an overflow.
-    if self.judges or "DynamicLossScaleState" in inside or all_finite(grads):
-      return step_inside(self.inner, grads, state.inner[0], params, extra, judges=self.judges)
-    return zeros_like(params), state.inner[0], False, True
-
-
-class MasterWeights(Wide):
-  """`master_weights`: `inner` moves the masters; the params are their rounding."""
-
-  def __init__(self, inner, run, keyed, check="gradients"):
-    self.inner, self.run, self.keyed, self.judges = inner, run, keyed, check == "updates"
-
-  def init(self, params):
-    fields = {"master_params": dict(params), "count": 0, "notfinite_count": 0}
-    # The params to which the last step led; whether the masters in the state are certain.
-    fields |= {"_led_to": dict(params), "_known": True}
-    return State("MasterWeightsState", fields, [self.inner.init(params)])
-
-  def update(self, grads, state, params, extra):
-    def follow(path):
-      moved = (params[path] != state["_led_to"][path]) & np.isfinite(params[path])
-      return np.where(moved, params[path], state["master_params"][path])
-
-    masters = {path: follow(path) for path in params}
-    updates, inner, made, lost = self.step_if_finite(grads, state, masters, extra)
-    if not made:
-      known = all(np.array_equal(masters[p], state["master_params"][p]) for p in masters)
-      fields = {"_known": known, "notfinite_count": state["notfinite_count"] + lost}
-      return zeros_like(params), state.after([inner], **fields), False
-    new = tree_map(np.add, masters, updates)
-    rounded = self.run.round_randomly(new) if self.keyed else self.run.round(new)
-    # A leaf whose master stays, stays: it is not rounded again.
-    rounded = {
-      path: np.where(new[path] == masters[path], params[path], r) for path, r in rounded.items()
-    }
-    fields = {"master_params": new, "_led_to": rounded, "_known": True, "count": state["count"] + 1}
-    return tree_map(np.subtract, rounded, params), state.after([inner], **fields), True
-
-
-class StochasticRounding(Wide):
-  """`stochastic_rounding`: the sum of params and updates is rounded up or down."""
-
-  def __init__(self, inner, run, check="gradients"):
-    self.inner, self.run, self.judges = inner, run, check == "updates"
-
-  def init(self, params):
-    fields = {"count": 0, "notfinite_count": 0}
-    return State("StochasticRoundingState", fields, [self.inner.init(params)])
-
-  def update(self, grads, state, params, extra):
-    updates, inner, made, lost = self.step_if_finite(grads, state, params, extra)
-    if not made:
-      count = state["notfinite_count"] + lost
-      return zeros_like(params), state.after([inner], notfinite_count=count), False
-    rounded = self.run.round_randomly(tree_map(np.add, params, updates))
-    updates = tree_map(np.subtract, rounded, params)
-    return updates, state.after([inner], count=state["count"] + 1), True
-
-
-class AverageParams:
-  """`average_params`: the mean of the snapshots after `start`, or with weights that decay."""
-
-  def __init__(self, inner, run, rounding, *, start=None, decay=None, every=1):
-    self.inner, self.run, self.rounding = inner, run, rounding
-    self.start, self.decay, self.every = start, decay, every
-
-  def init(self, params):
-    fields = {"average": dict(params), "count": 0, "snapshot_count": 0}
-    return State("AverageParamsState", fields, [self.inner.init(params)])
-
-  def update(self, grads, state, params, extra):
-    updates, inner, made, _ = step_inside(self.inner, grads, state.inner[0], params, extra)
-    count = state["count"] + made
-    after = count - (self.start or 0)
-    taken, average = state["snapshot_count"], state["average"]
-    if made and after > 0 and after % self.every == 0:
-      taken += 1
-      share = 1 / taken if self.decay is None else (1 - self.decay) / (1 - self.decay**taken)
-
-      def blend(a, snapshot):
-        # An entry that is not finite is not taken.
-        mixed = snapshot if taken == 1 else a + (snapshot - a) * share
-        return np.where(np.isfinite(mixed), mixed, a)
-
-      snapshot = self.run.land(params, updates, state.inner[0], inner, self.rounding)
-      average = tree_map(blend, average, snapshot)
-    fields = {"average": average, "count": count, "snapshot_count": taken}
-    return updates, state.after([inner], **fields), made
-
-
-class FreezeLayers:
-  """`freeze_layers`: the first groups of leaves get no update on some steps.
-
-  `depths[t]` groups are frozen in the t-th step, `factors[t]` multiply the groups' updates.
+  Attributes:
+    inner: the optimizer.
+    slots: the arguments of each wrapper, by its name; "precision" stands for `master_weights` and
+      `stochastic_rounding`.
+    groups: the leaves' names in the order of their groups.
   """
 
-  def __init__(self, inner, run, groups, depths, factors):
-    self.inner, self.run, self.groups = inner, run, groups
-    self.depths, self.factors = depths, factors
-
-  def init(self, params):
-    fields = {"count": 0, "frozen_groups": self.depths[0]}
-    fields["_trained"] = {path: np.zeros(()) for path in params}
-    return State("FreezeLayersState", fields, [self.inner.init(params)])
-
-  def frozen(self, path, state):
-    return self.groups.index(leaf_name(path)) < state["frozen_groups"]
-
-  def update(self, grads, state, params, extra):
-    grads = {p: np.zeros_like(g) if self.frozen(p, state) else g for p, g in grads.items()}
-    if COUNTS_OF_TRAINED_STEPS:
-      self.run.trained = {path: int(n) for path, n in state["_trained"].items()}
-
-    def change(updates, old, new):
-      return {path: update_of(path, updates) for path in updates}, held(old, new)
-
-    def update_of(path, updates):
-      factor = self.factors[state["count"]][self.groups.index(leaf_name(path))]
-      return np.zeros_like(updates[path]) if self.frozen(path, state) else factor * updates[path]
-
-    def held(old, new):
-      """A state whose leaves stay as they were if they are frozen."""
-      fields = {
-        name: {p: old[name][p] if self.frozen(p, state) else x for p, x in field.items()}
-        if isinstance(field, dict)
-        else field
-        for name, field in new.fields.items()
-      }
-      return State(
-        new.name, fields, [held(o, n) for o, n in zip(old.inner, new.inner, strict=True)]
-      )
-
-    changes = extra | {"_changes": [change, *extra.get("_changes", ())]}
-    updates, moved, made, _ = step_inside(self.inner, grads, state.inner[0], params, changes)
-    self.run.trained = None
-    count = state["count"] + made
-    trained = {
-      path: n + (made and not self.frozen(path, state)) for path, n in state["_trained"].items()
-    }
-    return (
-      updates,
-      state.after(
-        [moved],
-        count=count,
-        frozen_groups=self.depths[count],
-        _trained=trained,
-      ),
-      made,
+  def __init__(self, inner, run, groups, slots):
+    self.inner, self.run, self.groups, self.slots = inner, run, groups, slots
+    self.checks_updates = any(slots.get(n, {}).get("check") == "updates" for n in LEAVES_OUT)
+    precision, window = slots.get("precision"), slots.get("accumulate")
+    self.checks_gradients = (
+      "dynamic_loss_scale" in slots
+      or (precision is not None and precision["check"] == "gradients")
+      or (window is not None and window["not_finite"] == "drop")
     )
 
+  def group(self, path):
+    return self.groups.index(leaf_name(path))
 
-class LayerwiseDecay:
-  """`layerwise_decay`: the updates of group i of G times decay^(G - 1 - i)."""
-
-  def __init__(self, inner, groups, decay):
-    self.inner, self.groups, self.decay = inner, groups, decay
+  def kept(self, tree):
+    """The leaves that some step trains; nothing is stored for the others."""
+    never = min(self.slots["freeze_layers"]["depths"]) if "freeze_layers" in self.slots else 0
+    return {path: x for path, x in tree.items() if self.group(path) >= never}
 
   def init(self, params):
-    return State("LayerwiseDecayState", {}, [self.inner.init(params)])
+    kept = self.kept(params)
+    fields = {"made": False, "count": 0}
+    if LEAVES_OUT & set(self.slots):
+      fields["left_out.notfinite_count"] = 0
+    if "accumulate" in self.slots:
+      fields |= {"accumulation.count": 0, "accumulation.inner_count": 0}
+      fields |= {"accumulation.weight_sum": 0.0, "accumulation.accumulator": zeros_like(kept)}
+    if "dynamic_loss_scale" in self.slots:
+      fields["scaling.loss_scale"] = self.slots["dynamic_loss_scale"]["initial_scale"]
+      fields |= {"scaling.growth_count": 0, "scaling.hysteresis_count": 0}
+    if self.slots.get("precision", {}).get("keeps"):
+      # And the params to which the last step led.
+      fields |= {"precision.master_params": kept, "_led_to": kept}
+    if "average_params" in self.slots:
+      fields |= {"averaging.average": dict(params), "averaging.snapshot_count": 0}
+    if "skip_spikes" in self.slots:
+      norms = ("gradient_norm", "norm_sum", "norm_weight")
+      fields |= {f"spikes.{name}": 0.0 for name in norms}
+      fields |= {"spikes.count": 0, "spikes.spike_count": 0}
+    if "freeze_layers" in self.slots:
+      fields["freezing.frozen_groups"] = self.slots["freeze_layers"]["depths"][0]
+      fields["_trained"] = {path: np.zeros(()) for path in kept}
+    return State("StepState", fields, [self.inner.init(kept)])
 
   def update(self, grads, state, params, extra):
-    last = len(self.groups) - 1
+    weight = extra.get("weight", 1.0)
+    if "accumulate" in self.slots:
+      # Windows in a part of the params are of windows, each with the sum of its weights.
+      extra = extra | {"weight": state["accumulation.weight_sum"] + weight}
+    unscaled = tree_map(lambda g: g / state.fields.get("scaling.loss_scale", 1), self.kept(grads))
+    finite, good, fields = self.judge(unscaled, state)
+    mean, due, window = self.add(unscaled, weight, good, state)
+    fields |= window
+    masters = self.masters(params, state)
+    moved, inner, made, passes = zeros_like(masters), state.inner[0], False, True
+    if due:
+      moved, inner, made = self.move(mean, state, masters, extra)
+      passes = not self.checks_updates or self.sound(state.inner[0], masters, moved, inner)
+    if not passes:
+      moved, inner, made = zeros_like(masters), state.inner[0], False
+    fields |= {"made": made, "count": state["count"] + made}
+    if LEAVES_OUT & set(self.slots):
+      bad = not (finite and passes)
+      fields["left_out.notfinite_count"] = state["left_out.notfinite_count"] + bad
+    if "dynamic_loss_scale" in self.slots:
+      fields |= self.next_scale(state, finite)
+    updates, snapshot = moved, lambda: self.run.land(params, updates, state.inner[0], inner)
+    if "precision" in self.slots:
+      updates, snapshot, masters = self.round(params, masters, moved, state, inner, made)
+      fields |= masters
+    updates = zeros_like(grads) | updates
+    if "average_params" in self.slots and made:
+      fields |= self.average(snapshot(), state)
+    if "freeze_layers" in self.slots:
+      fields["freezing.frozen_groups"] = self.slots["freeze_layers"]["depths"][fields["count"]]
+      fields["_trained"] = {
+        path: n + (made and not self.frozen(path, state)) for path, n in state["_trained"].items()
+      }
+    return updates, state.after([inner], **fields), made
 
-    def change(updates, old, new):
-      factor = lambda path: self.decay ** (last - self.groups.index(leaf_name(path)))  # noqa: E731
-      return {path: g * factor(path) for path, g in updates.items()}, new
+  def judge(self, grads, state):
+    """Whether a micro-batch is finite, whether it counts, and the new norms."""
+    finite = all_finite(grads) or not self.checks_gradients
+    if "skip_spikes" not in self.slots:
+      return finite, finite, {}
+    slot = self.slots["skip_spikes"]
+    norm = np.sqrt(sum(np.sum(np.square(g)) for g in grads.values()))
+    limit = np.inf
+    if state["spikes.count"]:
+      limit = slot["factor"] * state["spikes.norm_sum"] / max(state["spikes.norm_weight"], 1)
+    spike = bool(np.isfinite(norm) and state["spikes.count"] >= slot["start"] and norm > limit)
+    finite = finite and bool(np.isfinite(norm))
+    fields = {"spikes.gradient_norm": norm}
+    fields["spikes.spike_count"] = state["spikes.spike_count"] + spike
+    if np.isfinite(norm) and norm > 0:
+      decay = slot["decay"]
+      fields["spikes.norm_sum"] = decay * state["spikes.norm_sum"] + min(norm, limit)
+      fields["spikes.norm_weight"] = decay * state["spikes.norm_weight"] + 1
+      fields["spikes.count"] = state["spikes.count"] + 1
+    return finite, finite and not spike, fields
 
-    changes = extra | {"_changes": [change, *extra.get("_changes", ())]}
-    updates, inner, made, _ = step_inside(self.inner, grads, state.inner[0], params, changes)
-    return updates, state.after([inner]), made
+  def add(self, grads, weight, good, state):
+    """The gradient of the optimizer's step, whether the step is due, and the new window."""
+    if "accumulate" not in self.slots:
+      return grads, good, {}
+    total, weights = state["accumulation.accumulator"], state["accumulation.weight_sum"]
+    count, windows = state["accumulation.count"], state["accumulation.inner_count"]
+    if good:
+      total = tree_map(lambda t, g: t + weight * g, total, grads)
+      weights, count = weights + weight, count + 1
+    full = good and count >= self.slots["accumulate"]["every"](windows)
+    mean = tree_map(lambda t: t / weights, total) if full else None
+    fields = {"accumulation.count": 0 if full else count}
+    fields["accumulation.inner_count"] = windows + full
+    fields["accumulation.weight_sum"] = 0.0 if full else weights
+    fields["accumulation.accumulator"] = zeros_like(total) if full else total
+    return mean, full, fields
+
+  def move(self, grads, state, params, extra):
+    """The optimizer's step: frozen leaves get zeros and keep their state."""
+    updates_of = self.inner.update
+    if "freeze_layers" not in self.slots:
+      updates, inner, made = updates_of(grads, state.inner[0], params, extra)
+    else:
+      factors = self.slots["freeze_layers"]["factors"][state["count"]]
+      still = {path for path in grads if self.frozen(path, state)}
+      grads = {p: np.zeros_like(g) if p in still else g for p, g in grads.items()}
+      # The counts with which Adam corrects its bias belong to the leaf.
+      self.run.trained = {path: int(n) for path, n in state["_trained"].items()}
+      updates, inner, made = updates_of(grads, state.inner[0], params, extra)
+      self.run.trained = None
+      updates = {
+        path: np.zeros_like(u) if path in still else factors[self.group(path)] * u
+        for path, u in updates.items()
+      }
+      inner = held(state.inner[0], inner, still)
+    if "layerwise_decay" in self.slots:
+      decay, last = self.slots["layerwise_decay"]["decay"], len(self.groups) - 1
+      updates = {path: u * decay ** (last - self.group(path)) for path, u in updates.items()}
+    return updates, inner, made
+
+  def frozen(self, path, state):
+    return self.group(path) < state["freezing.frozen_groups"]
+
+  def sound(self, old_inner, params, updates, inner):
+    """Whether no number of params or state turns bad."""
+    new = State("", {"params": tree_map(np.add, params, updates)}, [inner])
+    return not turned_bad(State("", {"params": params}, [old_inner]), new)
+
+  def masters(self, params, state):
+    """What the optimizer sees: the masters, which follow params that something else moved."""
+    kept = self.kept(params)
+    if not self.slots.get("precision", {}).get("keeps"):
+      return kept
+
+    def follow(p, led_to, master):
+      return np.where((p != led_to) & np.isfinite(p), p, master)
+
+    return tree_map(follow, kept, state["_led_to"], state["precision.master_params"])
+
+  def round(self, params, masters, moved, state, inner, made):
+    """The updates, the snapshot for an average, and the new masters."""
+    if not made:
+      return zeros_like(masters), None, {}
+    slot, kept = self.slots["precision"], self.kept(params)
+    new = self.run.land(masters, moved, state.inner[0], inner, rounds=False)
+    rounded = self.run.round_randomly(new) if slot["keyed"] else self.run.round(new)
+    if slot["keyed"]:
+      # An entry that stays is not rounded again.
+      rounded = {p: np.where(new[p] == masters[p], kept[p], r) for p, r in rounded.items()}
+    fields = {"precision.master_params": new, "_led_to": rounded} if slot["keeps"] else {}
+    updates = {p: np.where(r == kept[p], 0, r - kept[p]) for p, r in rounded.items()}
+    return updates, lambda: params | (new if slot["keeps"] else rounded), fields
+
+  def average(self, new, state):
+    """The average after a step that was made: of the snapshots since `start`, or decaying."""
+    slot = self.slots["average_params"]
+    after = state["count"] + 1 - (slot.get("start") or 0)
+    if after <= 0 or after % slot.get("every", 1):
+      return {}
+    taken = state["averaging.snapshot_count"] + 1
+    decay = slot.get("decay")
+    share = 1 / taken if decay is None else (1 - decay) / (1 - decay**taken)
+
+    def blend(a, snapshot):
+      mixed = snapshot if taken == 1 else a + (snapshot - a) * share
+      # An entry that is not finite is not taken.
+      return np.where(np.isfinite(mixed), mixed, a)
+
+    average = {path: blend(a, new[path]) for path, a in state["averaging.average"].items()}
+    return {"averaging.average": average, "averaging.snapshot_count": taken}
+
+  def next_scale(self, state, no_overflow):
+    """The scale after a micro-batch; the hysteresis is Megatron's."""
+    slot = self.slots["dynamic_loss_scale"]
+    names = ("scaling.loss_scale", "scaling.growth_count", "scaling.hysteresis_count")
+    scale, growth, overflows = (state[name] for name in names)
+    if no_overflow:
+      growth += 1
+      if growth == slot["growth_interval"]:
+        scale, growth, overflows = min(2 * scale, slot["maximum"]), 0, 0
+    else:
+      growth, overflows = 0, overflows + 1
+      if overflows >= slot["hysteresis"]:
+        scale = max(scale / 2, slot["minimum"])
+    return dict(zip(names, (scale, growth, overflows), strict=True))
+
+
+def held(old, new, still):
+  """A state whose leaves stay as they were if they are frozen."""
+  fields = {
+    name: {path: old[name][path] if path in still else x for path, x in field.items()}
+    if isinstance(field, dict)
+    else field
+    for name, field in new.fields.items()
+  }
+  inner = [held(o, n, still) for o, n in zip(old.inner, new.inner, strict=True)]
+  return State(new.name, fields, inner)
+
+
+# Methods of optax_boost that hold optimizers, and are no steps.
 
 
 class SwitchAfter:
@@ -818,39 +726,10 @@ class Laperm:
     return updates, state.after([inner], permuted_params=weights, **fields), made
 
 
-class Skipping:
-  """A wrapper that decides about each step by its gradients.
-
-  `decide(fields, grads, scale)` returns whether the step is made, and the fields after it; `scale`
-  is that of a loss scale inside, or None.
-  """
-
-  def __init__(self, inner, name, fields, decide):
-    self.inner, self.name, self.fields, self.decide = inner, name, fields, decide
-
-  def init(self, params):
-    return State(self.name, dict(self.fields), [self.inner.init(params)])
-
-  def update(self, grads, state, params, extra):
-    scales = [n["loss_scale"] for n in state.inner[0].nodes() if n.name == "DynamicLossScaleState"]
-    go, fields = self.decide(state.fields, grads, scales[0] if scales else None)
-    updates, inner, made = zeros_like(grads), state.inner[0], False
-    if go:
-      updates, inner, made, _ = step_inside(self.inner, grads, inner, params, extra)
-    return updates, state.after([inner], **fields), made
-
-
-# The wrappers that say of each step whether it is made; they hand on that it is judged.
-SEEN_THROUGH = (
-  Accumulate, DynamicLossScale, MasterWeights, StochasticRounding, AverageParams, FreezeLayers,
-  LayerwiseDecay, Skipping,
-)  # fmt: skip
-
-
 def averaged_params(state, params):
   """What `averaged_params` returns: averages once there is a snapshot, the params elsewhere."""
   averaged = dict(params)
   for node in state.nodes():
-    if node.name == "AverageParamsState" and node["snapshot_count"]:
-      averaged |= node["average"]
+    if node.fields.get("averaging.snapshot_count"):
+      averaged |= node["averaging.average"]
   return averaged

@@ -1,13 +1,19 @@
 """Compositions: each is built twice, for the interpreter and from `optax_boost` and optax.
 
-A composition is a base optimizer and the names of the wrappers around it, from the outside in.
+A composition is a base optimizer and the names around it, from the outside in: of wrappers of
+`optax_boost`, each with its arguments (`WAYS`), and of what optax, or a user, puts around an
+optimizer (`HOLDERS`). Wrappers without a holder between them are one step.
+
 All learning rates, gradients and weights are short binary fractions, so that SGD is nearly exact
 in float32, and exact where params in bfloat16 are rounded.
 """
 
+from collections.abc import Callable
 import dataclasses
 import functools
 import itertools
+import random
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +21,6 @@ import numpy as np
 import optax
 
 import optax_boost
-from tests.contract import registry
 from tests.contract.orders import interpreter as eager
 
 # Three leaves, each a group of `freeze_layers`; `optax.masked` and `optax.partition` hide the body.
@@ -26,6 +31,8 @@ MICRO_STEPS = 12
 # The last micro-step of a window of two, and the first of another. The head never freezes, so
 # every door sees that the gradient is bad; a bad number in a frozen neck does no harm.
 NAN_STEP, INFINITE_STEP = 3, 8
+# A gradient eight times as long as the others: with 8 bits its sum with another one is exact.
+SPIKE_STEP = 6
 RATE = 2.0**-3
 
 
@@ -35,10 +42,12 @@ def initial_params():
 
 
 def gradients(steps=MICRO_STEPS, bad=True):
-  """The gradients of the micro-steps: a NaN in one of them, infinities in another."""
+  """The gradients of the micro-steps: a NaN in one, infinities in another, a spike in a third."""
   rng = np.random.default_rng(1)
   signs = rng.choice([-1, 1], (steps, 9))
   flat = signs * rng.integers(1, 17, (steps, 9)) / 8
+  if bad:
+    flat[SPIKE_STEP] *= 8
   ends = np.cumsum([np.prod(shape) for shape in SHAPES.values()])[:-1]
   grads = [
     {
@@ -57,13 +66,7 @@ def gradients(steps=MICRO_STEPS, bad=True):
 WEIGHTS = (1, 3, 2, 5, 4, 1, 2, 2, 7, 1, 3, 6)
 
 
-def half_by_turns(count):
-  """A schedule of the learning rate: the whole rate and its half, by turns."""
-  return RATE * (1 - 0.5 * (count % 2))
-
-
-@dataclasses.dataclass(frozen=True)
-class Freezing:
+class Freezing(NamedTuple):
   """A schedule of `freeze_layers` with its depths and factors, from the card's words."""
 
   schedule: optax_boost.FreezeSchedule
@@ -75,7 +78,6 @@ STEPS = range(MICRO_STEPS + 1)
 ONES = tuple((1.0,) * len(GROUPS) for _ in STEPS)
 
 
-@functools.cache
 def freezings():
   """The schedules by name, for three groups."""
   turns = (0, 0, 1, 2)  # continuous: half of the steps, one and two groups deep
@@ -102,23 +104,7 @@ def freezings():
   }
 
 
-BASES = ("sgd", "momentum", "adam")
-
-
-def build_base(name, learning_rate):
-  if isinstance(name, Poisoned):
-    return name.build(learning_rate)
-  if name == "sgd":
-    return optax.sgd(learning_rate)
-  if name == "momentum":
-    return optax.sgd(learning_rate, momentum=eager.Momentum.decay)
-  return optax.adam(learning_rate, b1=eager.Adam.b1, b2=eager.Adam.b2)
-
-
-def interpret_base(name, rate, run):
-  if isinstance(name, Poisoned):
-    return name.interpret(rate, run)
-  return {"sgd": eager.Sgd, "momentum": eager.Momentum, "adam": eager.Adam}[name](rate, run)
+FREEZINGS = freezings()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,209 +136,167 @@ class Poisoned:
 
 # No other gradient has this value, and no mean of two others.
 MARK = 2.125
-POISONED = (
-  ("master_weights_checked",),
-  ("master_weights_key_checked",),
-  ("stochastic_rounding_checked",),
-  ("dynamic_loss_scale_checked",),
-  ("master_weights_checked", "accumulate"),
-  ("stochastic_rounding_checked", "accumulate"),
-  ("accumulate", "master_weights_checked"),
-  ("accumulate", "dynamic_loss_scale_checked"),
-  ("dynamic_loss_scale_checked", "accumulate"),
-  ("dynamic_loss_scale_checked", "master_weights_checked"),
-  ("dynamic_loss_scale_checked", "stochastic_rounding_checked"),
-  ("dynamic_loss_scale_checked", "master_weights"),
-  ("dynamic_loss_scale", "master_weights_checked"),
-  ("master_weights_checked", "freeze_continuous"),
-  ("freeze_continuous", "master_weights_checked"),
-  ("layerwise_decay", "dynamic_loss_scale_checked"),
-  ("average_params", "master_weights_checked"),
-  ("average_params", "stochastic_rounding_checked"),
-  ("average_params", "dynamic_loss_scale_checked"),
-  ("average_params", "accumulate", "master_weights_checked"),
-  ("master_weights_checked", "dynamic_loss_scale"),
-)
 
-# What each wrapper is made with: every name is one way to use it.
-EVERY = {
-  "accumulate": 2,
-  "accumulate_keep": 3,
-  "accumulate_varying": lambda inner_count: 1 + inner_count % 3,
-  "accumulate_one": 1,
-}
-SCALES = {
-  "dynamic_loss_scale": {
-    "initial_scale": 4.0, "growth_interval": 3, "hysteresis": 1, "minimum": 1.0, "maximum": 8.0
-  },
-  "dynamic_loss_scale_hysteresis": {
-    "initial_scale": 16.0, "growth_interval": 7, "hysteresis": 2, "minimum": 8.0, "maximum": 64.0
-  },
-  "dynamic_loss_scale_checked": {
-    "initial_scale": 4.0, "growth_interval": 3, "hysteresis": 1, "minimum": 1.0, "maximum": 8.0,
-    "check": "updates"
-  },
-}  # fmt: skip
-MASTERS = {
-  "master_weights": {},
-  "master_weights_checked": {"check": "updates"},
-  "master_weights_key": {"key": 0},
-  "master_weights_key_checked": {"key": 0, "check": "updates"},
-}
-ROUNDINGS = {"stochastic_rounding": {}, "stochastic_rounding_checked": {"check": "updates"}}
-AVERAGES = {
-  "average_params": {"start": 2, "every": 2},
-  "average_params_decay": {"decay": 0.75},
-  "average_params_every": {"decay": 0.5, "every": 3},
-}
-FROM_ROWS = {name: (row, order) for row in registry.ROWS for name, order in row.orders.items()}
-KINDS = {
-  "accumulate": ("accumulate", "accumulate_keep", "accumulate_varying"),
-  "dynamic_loss_scale": tuple(SCALES),
-  "master_weights": ("master_weights", "master_weights_checked"),
-  "master_weights_key": ("master_weights_key", "master_weights_key_checked"),
-  "stochastic_rounding": tuple(ROUNDINGS),
-  "average_params": tuple(AVERAGES),
-  "freeze_layers": tuple(
-    f"freeze_{name}" for name in ("continuous", "gradual", "interval", "fixed", "progressive")
+BASES = ("sgd", "momentum", "adam")
+
+
+def build_base(base, learning_rate):
+  if isinstance(base, Poisoned):
+    return base.build(learning_rate)
+  if base == "adam":
+    return optax.adam(learning_rate, b1=eager.Adam.b1, b2=eager.Adam.b2)
+  return optax.sgd(learning_rate, momentum=eager.Momentum.decay if base == "momentum" else None)
+
+
+def interpret_base(base, rate, run):
+  if isinstance(base, Poisoned):
+    return base.interpret(rate, run)
+  return {"sgd": eager.Sgd, "momentum": eager.Momentum, "adam": eager.Adam}[base](rate, run)
+
+
+class Way(NamedTuple):
+  """A way to use a wrapper.
+
+  Attributes:
+    factory: the wrapper's name.
+    arguments: its arguments for the interpreter.
+    wrap: the wrapper with these arguments.
+  """
+
+  factory: str
+  arguments: dict[str, Any]
+  wrap: Callable[[optax.GradientTransformation], optax.GradientTransformation]
+
+  @property
+  def slot(self):
+    rounds = self.factory in ("master_weights", "stochastic_rounding")
+    return "precision" if rounds else self.factory
+
+
+def window(every, not_finite="drop"):
+  arguments = {"every": every if callable(every) else lambda _: every, "not_finite": not_finite}
+  return Way(
+    "accumulate", arguments, lambda tx: optax_boost.accumulate(tx, every, not_finite=not_finite)
+  )
+
+
+def way(factory, **arguments):
+  """A wrapper whose arguments mean the same to the interpreter."""
+  return Way(factory, arguments, lambda tx: getattr(optax_boost, factory)(tx, **arguments))
+
+
+def precision(factory, check="gradients", **key):
+  keeps = factory == "master_weights"
+  arguments = {"keeps": keeps, "keyed": bool(key), "check": check}
+  make = getattr(optax_boost, factory)
+  return Way(factory, arguments, lambda tx: make(tx, check=check, **key))
+
+
+def freezing(name):
+  schedule, depths, factors = FREEZINGS[name]
+  return Way(
+    "freeze_layers",
+    {"depths": depths, "factors": factors},
+    lambda tx: optax_boost.freeze_layers(tx, list(GROUPS), schedule),
+  )
+
+
+KEY = {"key": 0}
+SCALE = {"initial_scale": 4.0, "growth_interval": 3, "hysteresis": 1}
+SCALE |= {"minimum": 1.0, "maximum": 8.0}
+HYSTERESIS = {"initial_scale": 16.0, "growth_interval": 7, "hysteresis": 2}
+HYSTERESIS |= {"minimum": 8.0, "maximum": 64.0}
+WAYS = {
+  "accumulate": window(2),
+  "accumulate_keep": window(3, "keep"),
+  "accumulate_varying": window(lambda inner_count: 1 + inner_count % 3),
+  "accumulate_one": window(1),
+  "dynamic_loss_scale": way("dynamic_loss_scale", **SCALE),
+  "dynamic_loss_scale_hysteresis": way("dynamic_loss_scale", **HYSTERESIS),
+  "dynamic_loss_scale_checked": way("dynamic_loss_scale", **SCALE, check="updates"),
+  "master_weights": precision("master_weights"),
+  "stochastic_rounding": precision("stochastic_rounding", **KEY),
+  "master_weights_key": precision("master_weights", **KEY),
+  "master_weights_checked": precision("master_weights", "updates"),
+  "stochastic_rounding_checked": precision("stochastic_rounding", "updates", **KEY),
+  "master_weights_key_checked": precision("master_weights", "updates", **KEY),
+  "average_params": way("average_params", start=2, every=2),
+  "average_params_decay": way("average_params", decay=0.75),
+  "average_params_every": way("average_params", decay=0.5, every=3),
+  "skip_spikes": way("skip_spikes", factor=3.0, decay=0.5, start=2),
+  "skip_spikes_early": way("skip_spikes", factor=1.2, decay=0.75, start=1),
+  "layerwise_decay": Way(
+    "layerwise_decay",
+    {"decay": 0.5},
+    lambda tx: optax_boost.layerwise_decay(tx, list(GROUPS), 0.5),
   ),
-  "layerwise_decay": ("layerwise_decay",),
-  "switch_after": ("switch_after",),
-  "laperm": ("laperm",),
-  "multi_steps": ("multi_steps",),
-  "apply_if_finite": ("apply_if_finite",),
-  "clip": ("clip",),
-  "clip_after": ("clip_after",),
-  "masked": ("masked",),
-  "partition": ("partition",),
-  "inject_hyperparams": ("inject_hyperparams",),
-  "lookahead": ("lookahead",),
-  "identity_after": ("identity_after",),
+  **{f"freeze_{name}": freezing(name) for name in FREEZINGS},
 }
-KINDS |= {row.factory: tuple(row.orders) for row in registry.ROWS if row.orders}
-KIND_OF = {name: kind for kind, names in KINDS.items() for name in names}
-KIND_OF["accumulate_one"] = "accumulate"
-SWITCH = 5
-SYNC_EVERY = 2
-LARGEST_NORM = 2.0
-DECAY = 0.5
-# More than there are: a step after giving up is made, which its state does not tell.
-MOST_ERRORS = 20
-
-
-def build(order, base, learning_rate=RATE):
-  """The composition of `optax_boost` and optax."""
-  if not order:
-    return build_base(base, learning_rate)
-  name, *inside = order
-
-  def make(learning_rate=learning_rate):
-    return build(inside, base, learning_rate)
-
-  if name in FROM_ROWS:
-    row, order = FROM_ROWS[name]
-    return row.around(make(), **order.kwargs)
-  if name in EVERY:
-    not_finite = "keep" if name == "accumulate_keep" else "drop"
-    return optax_boost.accumulate(make(), EVERY[name], not_finite=not_finite)
-  if name in SCALES:
-    return optax_boost.dynamic_loss_scale(make(), **SCALES[name])
-  if name in AVERAGES:
-    return optax_boost.average_params(make(), **AVERAGES[name])
-  if name.startswith("freeze_"):
-    schedule = freezings()[name.removeprefix("freeze_")].schedule
-    return optax_boost.freeze_layers(make(), list(GROUPS), schedule)
-  if name in MASTERS:
-    return optax_boost.master_weights(make(), **MASTERS[name])
-  if name in ROUNDINGS:
-    return optax_boost.stochastic_rounding(make(), key=0, **ROUNDINGS[name])
-  if name == "layerwise_decay":
-    return optax_boost.layerwise_decay(make(), list(GROUPS), DECAY)
-  if name == "switch_after":
-    return optax_boost.switch_after(SWITCH, make(), make(learning_rate / 2))
-  if name == "laperm":
-    return optax_boost.laperm(make(), SYNC_EVERY, exclude="^(?!head)")
-  if name == "multi_steps":
-    return optax.MultiSteps(make(), 2).gradient_transformation()
-  if name == "apply_if_finite":
-    return optax.apply_if_finite(make(), MOST_ERRORS)
-  if name == "clip":
-    return optax.chain(optax.clip_by_global_norm(LARGEST_NORM), make())
-  if name == "clip_after":
-    return optax.chain(make(), optax.clip_by_global_norm(LARGEST_NORM * RATE / 2))
-  if name == "identity_after":
-    return optax.chain(make(), optax.identity())
-  if name == "masked":
-    return optax.masked(make(), MASK)
-  if name == "partition":
-    return optax.partition({"seen": make(), "hidden": optax.sgd(RATE)}, LABELS)
-  if name == "inject_hyperparams":
-    return optax.inject_hyperparams(lambda learning_rate: make(learning_rate))(
-      learning_rate=half_by_turns
-    )
-  if name == "lookahead":
-    return optax.lookahead(make(), sync_period=3, slow_step_size=0.5)
-  raise ValueError(name)
-
+# The ways to fill each slot.
+SLOTS = {w.slot: [n for n in WAYS if WAYS[n].slot == w.slot] for w in WAYS.values()}
+SUBSETS = tuple(
+  subset for size in range(1, len(SLOTS) + 1) for subset in itertools.combinations(SLOTS, size)
+)
 
 # Trees, not functions: `freeze_layers` maps over states with placeholders for the params.
 MASK = {name: name not in HIDDEN for name in SHAPES}
 LABELS = {name: "hidden" if name in HIDDEN else "seen" for name in SHAPES}
+# More than there are: a step after giving up is made, which its state does not tell.
+MOST_ERRORS = 20
 
 
-def interpret(order, base, run, rate=None, rounding="nearest"):
-  """The same composition for the interpreter; `rounding` as of `Run.land`."""
-  rate = eager.Rate(RATE) if rate is None else rate
-  if not order:
-    return interpret_base(base, rate, run)
-  name, *inside = order
+class LoggedState(NamedTuple):
+  """State of :func:`logged`."""
 
-  def make(rate=rate, rounding=rounding):
-    return interpret(inside, base, run, rate, rounding)
+  calls: jax.Array
+  held: optax.OptState
 
-  if name in FROM_ROWS:
-    return FROM_ROWS[name][1].interpret(make())
-  if name in EVERY:
-    every = EVERY[name] if callable(EVERY[name]) else lambda _: EVERY[name]
-    return eager.Accumulate(make(), every, "keep" if name == "accumulate_keep" else "drop")
-  if name in SCALES:
-    return eager.DynamicLossScale(make(), **SCALES[name])
-  if name in AVERAGES:
-    return eager.AverageParams(make(), run, rounding, **AVERAGES[name])
-  if name.startswith("freeze_"):
-    freezing = freezings()[name.removeprefix("freeze_")]
-    return eager.FreezeLayers(make(), run, GROUPS, freezing.depths, freezing.factors)
-  if name in MASTERS:
-    keyed, check = "key" in MASTERS[name], MASTERS[name].get("check", "gradients")
-    return eager.MasterWeights(make(rounding=None), run, keyed, check)
-  if name in ROUNDINGS:
-    return eager.StochasticRounding(make(rounding="random"), run, **ROUNDINGS[name])
-  if name == "layerwise_decay":
-    return eager.LayerwiseDecay(make(), GROUPS, DECAY)
-  if name == "switch_after":
-    return eager.SwitchAfter(SWITCH, make(), make(HalfOf(rate)))
-  if name == "laperm":
-    return eager.Laperm(make(), ("head",), SYNC_EVERY)
-  if name == "multi_steps":
-    return eager.MultiSteps(make(), 2)
-  if name == "apply_if_finite":
-    return eager.ApplyIfFinite(make(), MOST_ERRORS)
-  if name == "clip":
-    return eager.Chain(eager.Clip(LARGEST_NORM), make())
-  if name == "clip_after":
-    return eager.Chain(make(), eager.Clip(LARGEST_NORM * RATE / 2))
-  if name == "identity_after":
-    return eager.Chain(make(), eager.Identity())
-  if name == "masked":
-    return eager.Masked(make(), HIDDEN)
-  if name == "partition":
-    return eager.Partition(eager.Sgd(eager.Rate(RATE), run), make(), HIDDEN)
-  if name == "inject_hyperparams":
-    inner = eager.Rate(RATE)
-    return eager.InjectHyperparams(make(inner), inner, half_by_turns)
-  if name == "lookahead":
-    return eager.Lookahead(make(), 3, 0.5)
-  raise ValueError(name)
+
+def logged(inner):
+  """A user's holder, which passes everything on and counts its calls."""
+  inner = optax.with_extra_args_support(inner)
+
+  def update(updates, state, params=None, **extra_args):
+    updates, held = inner.update(updates, state.held, params, **extra_args)
+    return updates, LoggedState(state.calls + 1, held)
+
+  def init(params):
+    return LoggedState(jnp.zeros([], jnp.int32), inner.init(params))
+
+  return optax.GradientTransformationExtraArgs(init, update)
+
+
+class Holder(NamedTuple):
+  """What holds an optimizer, and is no step.
+
+  Attributes:
+    build: makes it; it gets a function of the learning rate that makes the optimizer, and the rate.
+    interpret: the same for the interpreter; the rate is an `eager.Rate`.
+  """
+
+  build: Callable[..., optax.GradientTransformation]
+  interpret: Callable[..., Any]
+
+
+def chain(before=(), after=(), build=optax.chain):
+  """A chain: what is before and after the optimizer, each for optax and for the interpreter."""
+
+  def members(make, rate, which):
+    return [*(pair[which] for pair in before), make(rate), *(pair[which] for pair in after)]
+
+  return Holder(
+    lambda make, rate: build(*members(make, rate, 0)),
+    lambda make, rate, run: eager.Chain(*members(make, rate, 1)),
+  )
+
+
+def named(*members):
+  return optax.named_chain(*((f"member{i}", member) for i, member in enumerate(members)))
+
+
+def half_by_turns(count):
+  """A schedule of the learning rate: the whole rate and its half, by turns."""
+  return RATE * (1 - 0.5 * (count % 2))
 
 
 @dataclasses.dataclass
@@ -366,112 +310,115 @@ class HalfOf:
     return self.rate.value / 2
 
 
-def kinds(order):
-  return tuple(KIND_OF[name] for name in order)
+def injected(make, rate, run):
+  own = eager.Rate(RATE)
+  return eager.InjectHyperparams(make(own), own, half_by_turns)
 
 
-# From the outside in: the order that docs/choosing.md advises, with optax's wrappers in it.
-ADVISED = (
-  "average_params", "master_weights", "apply_if_finite", "dynamic_loss_scale", "accumulate",
-  "freeze_layers", "layerwise_decay", "clip",
-)  # fmt: skip
+def clip(largest):
+  return [(optax.clip_by_global_norm(largest), eager.Clip(largest))]
 
 
-@functools.cache
-def triples():
-  """Three wrappers in the advised order, and with two of them exchanged."""
-  turns = {kind: itertools.cycle(names) for kind, names in KINDS.items()}
-  # Stochastic rounding, or masters with a key, in the place of masters.
-  masters = itertools.cycle(("master_weights", "stochastic_rounding", "master_weights_key"))
-
-  def named(kind):
-    return next(masters) if kind == "master_weights" else next(turns[kind])
-
-  orders = []
-  for a, b, c in itertools.combinations(ADVISED, 3):
-    for order in ((a, b, c), (b, a, c), (a, c, b), (c, b, a)):
-      orders.append(tuple(named(kind) for kind in order))
-  return tuple(orders)
-
-
-@functools.cache
-def pairs():
-  """All ordered pairs of kinds that optax allows; the ways to use a wrapper take turns."""
-  turns = {kind: itertools.cycle(names) for kind, names in KINDS.items()}
-  return tuple(
-    tuple(next(turns[kind]) for kind in pair)
-    for pair in itertools.permutations(KINDS, 2)
-    # Their trees must be like the gradients', which optax.lookahead's pairs are not.
-    if pair[0] not in ("masked", "partition", "apply_if_finite") or pair[1] != "lookahead"
-  )
-
-
-PRECISION = ("master_weights", "master_weights_key", "stochastic_rounding")
-# With params in bfloat16. What computes in their dtype must do so exactly: no clipping outside of
-# masters, no windows of three.
-WITH_BFLOAT16 = (
-  "accumulate", "dynamic_loss_scale", "average_params", "average_params_decay", "switch_after",
-  "multi_steps", "apply_if_finite", "masked", "partition", "inject_hyperparams",
-)  # fmt: skip
-INSIDE_BFLOAT16 = (
-  "freeze_continuous", "freeze_gradual", "freeze_progressive", "layerwise_decay", "clip",
-  "clip_after", "accumulate_keep",
-)  # fmt: skip
-# Wrappers inside random rounding, of which every step or every second moves the params.
-MOVING = ("accumulate", "dynamic_loss_scale", "average_params", "switch_after")
-
-
-@functools.cache
-def in_bfloat16():
-  """Compositions with a wrapper that rounds; and averages of rounded params."""
-  orders = [(name,) for name in (*PRECISION, "average_params", "average_params_decay")]
-  for rounds in PRECISION:
-    orders += [(name, rounds) for name in (*WITH_BFLOAT16, "freeze_continuous", "layerwise_decay")]
-    orders += [(rounds, name) for name in WITH_BFLOAT16 + INSIDE_BFLOAT16]
-    orders += [
-      (rounds, "dynamic_loss_scale", "accumulate"),
-      ("average_params", rounds, "accumulate"),
-      ("average_params_decay", rounds, "dynamic_loss_scale"),
-      ("dynamic_loss_scale", rounds, "accumulate"),
-      ("accumulate", rounds, "freeze_continuous"),
-    ]
-  return tuple(orders)
+LARGEST_NORM = 2.0
+HOLDERS = {
+  "clip": chain(before=clip(LARGEST_NORM)),
+  "chain_of_one": chain(),
+  "named_chain_of_one": chain(build=named),
+  "named_chain": chain(before=clip(LARGEST_NORM), build=named),
+  "clip_after": chain(after=clip(LARGEST_NORM * RATE / 2)),
+  "named_clip_after": chain(after=clip(LARGEST_NORM * RATE / 2), build=named),
+  "identity_after": chain(after=[(optax.identity(), eager.Identity())]),
+  "logged": Holder(
+    lambda make, rate: logged(make(rate)), lambda make, rate, run: eager.Chain(make(rate))
+  ),
+  "multi_steps": Holder(
+    lambda make, rate: optax.MultiSteps(make(rate), 2).gradient_transformation(),
+    lambda make, rate, run: eager.MultiSteps(make(rate), 2),
+  ),
+  "apply_if_finite": Holder(
+    lambda make, rate: optax.apply_if_finite(make(rate), MOST_ERRORS),
+    lambda make, rate, run: eager.ApplyIfFinite(make(rate), MOST_ERRORS),
+  ),
+  "masked": Holder(
+    lambda make, rate: optax.masked(make(rate), MASK),
+    lambda make, rate, run: eager.Masked(make(rate), HIDDEN),
+  ),
+  "partition": Holder(
+    lambda make, rate: optax.partition({"seen": make(rate), "hidden": optax.sgd(RATE)}, LABELS),
+    lambda make, rate, run: eager.Partition(eager.Sgd(eager.Rate(RATE), run), make(rate), HIDDEN),
+  ),
+  "inject_hyperparams": Holder(
+    lambda make, rate: optax.inject_hyperparams(lambda learning_rate: make(learning_rate))(
+      learning_rate=half_by_turns
+    ),
+    injected,
+  ),
+  "lookahead": Holder(
+    lambda make, rate: optax.lookahead(make(rate), sync_period=3, slow_step_size=0.5),
+    lambda make, rate, run: eager.Lookahead(make(rate), 3, 0.5),
+  ),
+  "switch_after": Holder(
+    lambda make, rate: optax_boost.switch_after(5, make(rate), make(rate / 2)),
+    lambda make, rate, run: eager.SwitchAfter(5, make(rate), make(HalfOf(rate))),
+  ),
+  "laperm": Holder(
+    lambda make, rate: optax_boost.laperm(make(rate), 2, exclude="^(?!head)"),
+    lambda make, rate, run: eager.Laperm(make(rate), ("head",), 2),
+  ),
+}
 
 
-def exact_bases(order):
+def build(order, base, learning_rate=RATE):
+  """The composition of `optax_boost` and optax."""
+  if not order:
+    return build_base(base, learning_rate)
+  name, *inside = order
+  make = functools.partial(build, inside, base)
+  if name in WAYS:
+    return WAYS[name].wrap(make(learning_rate))
+  return HOLDERS[name].build(make, learning_rate)
+
+
+def interpret(order, base, run, rate=None):
+  """The same composition for the interpreter: wrappers that follow each other are one step."""
+  rate = eager.Rate(RATE) if rate is None else rate
+  ours = list(itertools.takewhile(WAYS.__contains__, order))
+  if ours:
+    slots = {WAYS[name].slot: WAYS[name].arguments for name in ours}
+    assert len(slots) == len(ours), order
+    return eager.Step(interpret(order[len(ours) :], base, run, rate), run, GROUPS, slots)
+  if not order:
+    return interpret_base(base, rate, run)
+  name, *inside = order
+  return HOLDERS[name].interpret(lambda rate: interpret(inside, base, run, rate), rate, run)
+
+
+# What computes in the params' dtype is exact in bfloat16 only so.
+EXACT_IN_BFLOAT16 = ("accumulate", "accumulate_one", "freeze_continuous", "freeze_gradual")
+
+
+def factory(name):
+  return WAYS[name].factory
+
+
+def nesting(subset, seed, dtype="float32"):
+  """The slots of a subset in a random nesting, each filled in a random way."""
+  draw = random.Random(f"{subset} {seed}")
+
+  def choose(slot):
+    ways = SLOTS[slot]
+    if dtype == "bfloat16" and "precision" not in subset:
+      ways = [
+        w for w in ways if slot not in ("accumulate", "freeze_layers") or w in EXACT_IN_BFLOAT16
+      ]
+    return draw.choice(ways)
+
+  order = [choose(slot) for slot in subset]
+  draw.shuffle(order)
+  return tuple(order)
+
+
+def bases(order, dtype="float32"):
   """The optimizers that compute exactly, or in float32."""
-  return ("momentum", "adam") if set(PRECISION) & set(order) else ("sgd",)
-
-
-# Kinds of pairs, and compositions with params in bfloat16, that once went wrong silently.
-ONCE_WRONG = (
-  ("freeze_layers", "accumulate"),
-  ("freeze_layers", "multi_steps"),
-  ("freeze_layers", "master_weights"),
-  ("freeze_layers", "stochastic_rounding"),
-  ("freeze_layers", "dynamic_loss_scale"),
-  ("freeze_layers", "apply_if_finite"),
-  ("average_params", "stochastic_rounding"),
-  ("layerwise_decay", "master_weights"),
-  ("layerwise_decay", "stochastic_rounding"),
-  ("layerwise_decay", "average_params"),
-  ("clip_after", "average_params"),
-  ("clip", "dynamic_loss_scale"),
-  ("switch_after", "stochastic_rounding"),
-)
-ONCE_WRONG_IN_BFLOAT16 = (
-  ("average_params",),
-  ("average_params_decay",),
-  ("master_weights", "freeze_continuous"),
-  ("stochastic_rounding", "freeze_continuous"),
-  ("freeze_continuous", "master_weights_key"),
-  ("apply_if_finite", "master_weights"),
-  ("apply_if_finite", "stochastic_rounding"),
-  ("average_params", "stochastic_rounding"),
-  ("layerwise_decay", "master_weights"),
-  ("master_weights_key", "accumulate"),
-  ("master_weights_key", "dynamic_loss_scale"),
-  ("master_weights_key", "freeze_continuous"),
-  ("master_weights_key", "switch_after"),
-  ("master_weights_key", "multi_steps"),
-)
+  rounds = any(name in WAYS and WAYS[name].slot == "precision" for name in order)
+  return ("sgd",) if dtype == "bfloat16" and not rounds else BASES

@@ -8,33 +8,18 @@ from typing import Literal, NamedTuple
 import jax
 import optax
 
-from optax_boost._form import _protocol
 from optax_boost._foundation import _checks, _types
-from optax_boost._wrappers._precision import _float32_optimizer
+from optax_boost._step._precision import _float32_optimizer
 
 
-@_protocol.declares(
-  metrics=("stochastic_rounding/notfinite_count",),
-  outcome=("made",),
-  skips=("notfinite_count",),
-)
 class StochasticRoundingState(NamedTuple):
   """State of :func:`stochastic_rounding`.
 
   Attributes:
-    count: scalar int32, steps made.
-    notfinite_count: scalar int32, steps that were skipped since a gradient was not finite, or with
-      ``check="updates"`` since a param in float32 or the inner state would not have been finite.
     key: raw key data of the generator; each step's key is made from `key` and `count`.
-    inner_state: the inner optimizer's state, made from the params in float32.
-    made: scalar bool, whether the last call made a step.
   """
 
-  count: _types.IntScalar  # type: ignore[assignment]  # tuples have a method of this name
-  notfinite_count: _types.IntScalar
   key: jax.Array
-  inner_state: optax.OptState
-  made: _types.BoolScalar
 
 
 def stochastic_rounding(

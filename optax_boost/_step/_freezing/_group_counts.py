@@ -2,14 +2,14 @@
 
 Adam divides its moments by 1 - b^n with one count n for all leaves. If a layer is thawed after a
 thousand steps, its moments are still zero but n is 1000, so its first steps are several times too
-long. Here each group has a count. If the state of an ``update`` holds a count beside moments, this
-``update`` is called once for each class of groups (groups that were always trained in the same
-steps), with the counts of the class. Each leaf, and each layer of a stacked leaf, takes the result
-of its class; XLA drops results that no leaf takes. A chain around the ``update`` is called once, so
-that a clipping after Adam takes the norm of the merged updates.
+long. Here each group has a count. The optimizer's ``update`` is called once for each class of
+groups (groups that are always trained in the same steps), with the counts of the class. Each leaf,
+and each layer of a stacked leaf, takes the result of its class; XLA drops results that no leaf
+takes. This needs an ``update`` in which moments of different classes don't meet
+(:mod:`_dependence`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import dataclasses
 import functools
 from typing import Any, TypeAlias
@@ -19,9 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_boost._form import _compositions
-from optax_boost._foundation import _masks, _placement, _types
-from optax_boost._wrappers._freezing import _state_layout
+from optax_boost._foundation import _placement, _types
+from optax_boost._step._freezing import _state_layout
 
 # The key of a group. Groups with equal keys share one call of ``update``. A key is the tuple of the
 # group's step counts if these are concrete, else the group's class.
@@ -59,16 +58,6 @@ class GroupCounts:
   leaf_groups: _types.Tree
   first_trained: int
 
-  def update_by_group(
-    self, update: _compositions.Update, state_groups: _types.Tree, count_positions: _types.Tree
-  ) -> _compositions.Update:
-    """Returns an ``update`` that makes the step of each group with the counts of the group.
-
-    `state_groups` and `count_positions` have the structure of the state of `update`. For their
-    values see the properties of :class:`StateLayout`.
-    """
-    return functools.partial(self._step, update, state_groups, count_positions)
-
   def advanced(
     self,
     before: _types.OptState,
@@ -91,52 +80,20 @@ class GroupCounts:
 
     return tuple(map(advance, self.layout.counts, self.counts))
 
-  def _step(
+  def update_by_class(
     self,
-    update: _compositions.Update,
-    state_groups: _types.Tree,
-    count_positions: _types.Tree,
-    gradients: optax.Updates,
-    state: optax.OptState,
-    params: optax.Params | None = None,
-    **extra: Any,
-  ) -> tuple[optax.Updates, optax.OptState]:
-    """Makes a step; returns updates and state.
-
-    If the state of `update` has no counts, `update` is called once, else once for each class of
-    groups (:meth:`_step_by_class`). But if `update` is a chain or another composition, only its
-    members with counts are called for each class; the other members are called once.
-    """
-    positions = [position for position in jax.tree.leaves(count_positions) if position >= 0]
-    if not positions:
-      return update(gradients, state, params, **extra)
-    held_groups = _compositions.held_states(update, state_groups)
-    if held_groups is None:
-      update = functools.partial(update, **extra)
-      return self._step_by_class(
-        update, positions, state_groups, count_positions, gradients, state, params
-      )
-    held_positions: Any = _compositions.held_states(update, count_positions)
-
-    def replace(i: int, held_update: _compositions.Update) -> _compositions.Update:
-      return self.update_by_group(held_update, held_groups[i], held_positions[i])
-
-    return _compositions.replace_held_updates(update, replace)(gradients, state, params, **extra)
-
-  def _step_by_class(
-    self,
-    update: _compositions.Update,
-    positions: Sequence[int],
-    state_groups: _types.Tree,
-    count_positions: _types.Tree,
+    update: Callable[..., tuple[optax.Updates, optax.OptState]],
     gradients: optax.Updates,
     state: optax.OptState,
     params: optax.Params | None,
+    **extra: Any,
   ) -> tuple[optax.Updates, optax.OptState]:
-    """Calls ``update`` once for each class of groups; returns the merged updates and states.
-
-    `positions` tells which of :attr:`counts` belong to `state`.
-    """
+    """Calls ``update`` once for each class of groups; returns the merged updates and states."""
+    if not self.counts:
+      return update(gradients, state, params, **extra)
+    update = functools.partial(update, **extra)
+    count_positions, state_groups = self.layout.count_positions, self.layout.state_groups
+    positions = range(len(self.counts))
     keys = [self._call_key(group, positions) for group in range(len(self.classes))]
     if len(set(keys[self.first_trained :])) > 1 and isinstance(
       self.counts[positions[0]], jax.core.Tracer
@@ -154,9 +111,8 @@ class GroupCounts:
         )
         results[keys[group]] = update(gradients, state_of_group, params)
     updates, states = zip(*results.values(), strict=True)
-    leaf_groups = _masks.mask_like(self.leaf_groups, gradients)
     return (
-      _merge(keys, list(results), leaf_groups, updates),
+      _merge(keys, list(results), self.leaf_groups, updates),
       _merge(keys, list(results), state_groups, states),
     )
 

@@ -12,21 +12,13 @@ Mutable statistics, such as BatchNorm's mean and variance, are averaged in the s
 
 from collections.abc import Callable
 import dataclasses
-import functools
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from optax_boost._form import (
-  _compositions,
-  _driver,
-  _finiteness,
-  _protocol,
-  _skipped_steps,
-  _transformation,
-)
+from optax_boost._form import _finiteness, _protocol
 from optax_boost._foundation import (
   _arrays,
   _checks,
@@ -38,6 +30,7 @@ from optax_boost._foundation import (
   _types,
   _warnings,
 )
+from optax_boost._step import _nesting, _wrapper
 
 _METHOD = "average_params"
 _Decay: TypeAlias = jax.typing.ArrayLike | Callable[[jax.Array], jax.typing.ArrayLike]
@@ -70,28 +63,22 @@ def _blend(a: jax.Array, x: jax.Array, k: _types.IntScalar, decay: _Decay | None
   return jnp.where(is_good, new, a)
 
 
-@_protocol.declares(
-  metrics=("average_params/snapshot_count",),
-  outcome=("made",),
-)
+@_protocol.declares(metrics=("average_params/snapshot_count",))
 class AverageParamsState(NamedTuple):
   """State of :func:`average_params`; :func:`averaged_params` reads the average.
 
   Attributes:
     average: tree of the params' structure, their average in at least float32.
     statistics: dict from the path of each averaged statistic to its average in at least float32.
-    count: scalar int32, the number of steps made.
     snapshot_count: scalar int32, the number of snapshots taken.
-    inner_state: the inner optimizer's state.
-    made: scalar bool, whether the last call made a step.
+    formula: a dict without arrays, whose only key tells the formula: ``"start"``, ``"decay"`` or
+      ``"decay(k)"``.
   """
 
   average: optax.Params
   statistics: dict[str, jax.Array]
-  count: _types.IntScalar  # type: ignore[assignment]  # tuples have a method of this name
   snapshot_count: _types.IntScalar
-  inner_state: optax.OptState
-  made: _types.BoolScalar
+  formula: dict[str, optax.MaskedNode]
 
 
 def average_params(
@@ -160,11 +147,10 @@ def average_params(
     <https://doi.org/10.1137/0330046>`_, 1992; Izmailov et al., `Averaging Weights Leads to Wider
     Optima and Better Generalization <https://arxiv.org/abs/1803.05407>`_, 2018.
   """
-  inner = _checks.check_transformation("inner", inner)
   if start is not None:
     _checks.check_whole_number("start", start, minimum=0)
   if decay is not None and not callable(decay):
-    _checks.check_number("decay", decay, positive=True, below=1)
+    _checks.check_number("decay", decay, above=0.0, below=1)
   _checks.check_whole_number("every", every)
   if (start is None) == (decay is None):
     raise ValueError(
@@ -179,17 +165,7 @@ def average_params(
       "`average_params` averages no statistics: `model_state` has no floating-point leaf.",
       _warnings.NoEffectWarning,
     )
-  method = _AverageParams(inner, start, decay, every, statistics)
-  return _transformation.wrapper(
-    _METHOD,
-    AverageParamsState,
-    method,
-    needs_params=True,
-    allows_complex=True,
-    allows_pairs=True,
-    keeps="average",
-    extra_args=frozenset([_MODEL_STATE] if statistics else []),
-  )
+  return _wrapper.fill(inner, averaging=_AverageParams(start, decay, every, statistics))
 
 
 def _float32_copy(x: jax.typing.ArrayLike | jax.ShapeDtypeStruct) -> Any:
@@ -236,15 +212,17 @@ def _check_statistics(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _AverageParams:
-  """The checked arguments of :func:`average_params`."""
+  """The slot of :func:`average_params`."""
 
-  inner: optax.GradientTransformationExtraArgs
   start: jax.typing.ArrayLike | None
   decay: _Decay | None
   every: jax.typing.ArrayLike
   statistics: dict[str, jax.Array]  # the initial statistics, in at least float32
+  method = _METHOD
 
   def init(self, params: optax.Params) -> AverageParamsState:
+    """Returns the state without any snapshot."""
+
     def copy(p: jax.Array) -> jax.Array:
       average = _float32_copy(p)
       # An abstract leaf has no values to copy, so its average begins as zeros.
@@ -253,19 +231,22 @@ class _AverageParams:
     return AverageParamsState(
       average=jax.tree.map(copy, params),
       statistics=jax.tree.map(copy, self.statistics),
-      count=jnp.zeros([], jnp.int32),
       snapshot_count=jnp.zeros([], jnp.int32),
-      inner_state=self.inner.init(params),
-      made=jnp.zeros([], bool),
+      formula={self.formula: optax.MaskedNode()},
     )
 
-  def before(
-    self, call: _driver.Call, state: AverageParamsState
-  ) -> tuple[_driver.Call, AverageParamsState, dict[str, jax.Array]]:
-    """Returns the inner call, the state, and, by path, the statistics after the forward pass."""
+  @property
+  def formula(self) -> str:
+    """Returns the name of the formula of the average."""
+    if self.decay is None:
+      return "start"
+    return "decay(k)" if callable(self.decay) else "decay"
+
+  def new_statistics(self, extra_args: _types.ExtraArgs) -> dict[str, jax.Array]:
+    """Returns, by path, the statistics after the forward pass; none if none are averaged."""
     if not self.statistics:
-      return call, state, {}
-    model_state = call.gradients()[1].get(_MODEL_STATE)
+      return {}
+    model_state = extra_args.get(_MODEL_STATE)
     if model_state is None:
       raise ValueError(
         "`average_params` averages statistics, so its `update` needs those after the forward pass;"
@@ -274,30 +255,32 @@ class _AverageParams:
       )
     _check_statistics(self.statistics, model_state, _METHOD)
     new_statistics = _statistics(model_state)
-    statistics = {path: jnp.asarray(new_statistics[path]) for path in self.statistics}
-    # Only an optimizer that names `model_state` gets it; optax's line searches would refuse it.
-    if not _compositions.names_extra_argument(self.inner, _MODEL_STATE):
-      call = call._replace(gradients=functools.partial(_without_model_state, call))
-    return call, state, statistics
+    return {path: jnp.asarray(new_statistics[path]) for path in self.statistics}
 
-  def after(
+  def averaged(
     self,
-    call: _driver.Call,
-    outcome: _driver.Outcome,
     state: AverageParamsState,
+    count: _types.IntScalar,
+    made: _types.BoolScalar,
     statistics: dict[str, jax.Array],
-  ) -> tuple[Any, AverageParamsState]:
-    count = _arrays.increment_if(outcome.made, state.count)
-    is_due = self._is_due(count, outcome.made)
-    snapshot_count = _arrays.increment_if(is_due, state.snapshot_count)
+    new_params: Callable[..., optax.Params],
+    *operands: Any,
+  ) -> AverageParamsState:
+    """Returns the state after a step; ``new_params(*operands)`` gives the new params.
 
+    `count` is the number of steps made. The new params are computed only if a snapshot is due.
+    """
+    (formula,) = state.formula
+    if formula != self.formula:
+      raise ValueError(
+        f"`average_params` with `{self.formula}` can't go on with an average that was made with"
+        f" `{formula}`, whose weights are others. Begin a new one: `tx.init(params)`."
+      )
+    is_due = self._is_due(count, made)
+    snapshot_count = _arrays.increment_if(is_due, state.snapshot_count)
     averages = state.average, state.statistics
     # `_snapshot_if` carries the averages through a loop, which needs at least one array.
     if jax.tree.leaves(averages):
-      # Statistics of a batch that `accumulate` dropped are set to NaN, so `_blend` ignores them.
-      left_out = _skipped_steps.left_out(state.inner_state, outcome.state) if statistics else None
-      statistics = _conditionals.nan_if(left_out, statistics)
-      new_params, *operands = self._new_params(call, outcome.result)
       averages = self._snapshot_if(
         is_due,
         snapshot_count,
@@ -306,13 +289,7 @@ class _AverageParams:
         statistics,
         *operands,
       )
-    average, averaged_statistics = averages
-    return outcome.result, state._replace(
-      average=average,
-      statistics=averaged_statistics,
-      count=count,
-      snapshot_count=snapshot_count,
-    )
+    return AverageParamsState(*averages, snapshot_count, state.formula)
 
   def _is_due(self, count: _types.IntScalar, made: _types.Condition) -> _types.BoolScalar:
     """Returns whether a call takes a snapshot.
@@ -324,16 +301,6 @@ class _AverageParams:
       return jnp.asarray(made)
     after = count - start
     return made & (after > 0) & (after % self.every == 0)
-
-  def _new_params(self, call: _driver.Call, result: Any) -> tuple[Any, ...]:
-    """Returns a function and its operands, ``(function, *operands)``, that give the new params.
-
-    The function is called only if a snapshot is due. `result` is the result of the step: the new
-    stored params, or the updates.
-    """
-    if call.plan.applies_updates:
-      return (lambda params: params), call.plan.access.read_new(result)
-    return optax.apply_updates, call.params, result
 
   def _snapshot_if(
     self,
@@ -364,11 +331,6 @@ class _AverageParams:
 
     traced_decay = self.decay if _checks.is_array(self.decay) else None
     return _conditionals.replace_if(is_due, take, averages, snapshot_count, traced_decay, *operands)
-
-
-def _without_model_state(call: _driver.Call) -> tuple[optax.Updates, _types.ExtraArgs]:
-  updates, extra_args = call.gradients()
-  return updates, {name: x for name, x in extra_args.items() if name != _MODEL_STATE}
 
 
 def _rounded(p: jax.Array) -> jax.Array:
@@ -413,7 +375,8 @@ def averaged_params(
     2.6667
   """
   _checks.check_floating_dtype("dtype", dtype, optional=True)
-  states = [node for node in _trees.nodes(opt_state) if isinstance(node, AverageParamsState)]
+  _nesting.check(opt_state)
+  states = averaging_states(opt_state)
   if not states:
     raise ValueError(
       "`averaged_params` needs the state of an optimizer with `optax_boost.average_params` in it;"
@@ -489,10 +452,15 @@ def averaged_model_state(
   return _trees.map_with(read, model_state, _statistic_paths(model_state))
 
 
+def averaging_states(opt_state: optax.OptState) -> list[AverageParamsState]:
+  """Returns the states that hold averages of params."""
+  nodes = _trees.nodes(opt_state)
+  return [x for x in nodes if isinstance(x, AverageParamsState)]
+
+
 def averaging_statistics(opt_state: optax.OptState) -> list[AverageParamsState]:
-  """Returns the states of :func:`average_params` that hold averages of statistics."""
-  states = [node for node in _trees.nodes(opt_state) if isinstance(node, AverageParamsState)]
-  return [state for state in states if state.statistics]
+  """Returns the states that hold averages of statistics."""
+  return [state for state in averaging_states(opt_state) if state.statistics]
 
 
 def _snapshots_taken(state: AverageParamsState, function: str, arguments: str) -> _types.IntScalar:

@@ -4,7 +4,7 @@ A step of depth i freezes the first i of the groups 0, ..., G-1, which are in th
 forward pass. A schedule computes the depth from the step and a key.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 import dataclasses
 import functools
 from typing import Any, Literal, NamedTuple
@@ -14,45 +14,48 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_boost._form import _driver, _form, _protocol, _transformation
+from optax_boost._form import _protocol
 from optax_boost._foundation import (
   _arrays,
   _checks,
-  _extra_args,
-  _masks,
   _placement,
   _tree_checks,
   _types,
   _warnings,
 )
+from optax_boost._step import _kept_leaves, _wrapper
+from optax_boost._step._freezing import _dependence, _group_counts, _schedules, _state_layout
 from optax_boost._trace import _layer_groups
-from optax_boost._wrappers._freezing import _group_counts, _schedules, _state_layout
+
+# How the two keys of `FreezeLayersState.made_for` begin.
+_GROUPS, _SCHEDULE = "groups: ", "schedule: "
 
 
-@_protocol.declares(requests=("frozen_groups",), outcome=("made",))
+@_protocol.declares(requests=(_protocol.FROZEN_GROUPS,))
 class FreezeLayersState(NamedTuple):
   """State of :func:`freeze_layers`.
 
   Attributes:
-    count: scalar int32, the number of steps made, at most 2^31 - 1; the schedule gets this count.
     frozen_groups: scalar int32, how many groups the next step freezes.
     frozen_for: scalar int32, a number of steps during which `frozen_groups` stays the same.
     key: raw key data of the schedule's generator.
-    hidden: a dict without arrays; its keys point to the leaves that ``optax.masked`` hides.
+    made_for: a dict without arrays. Its two keys describe the groups and the schedule: the train
+      step reads the groups, and a state of other groups or of another schedule is refused.
     group_counts: a vector for each leaf of `inner_state` that counts the steps of moments, in the
       order of ``jax.tree.leaves``. Entry i counts only the steps that trained group i.
-    inner_state: the inner optimizer's state. Its step counts count all steps.
-    made: scalar bool, whether the last call made a step.
   """
 
-  count: _types.IntScalar  # type: ignore[assignment]  # tuples have a method of this name
   frozen_groups: _types.IntScalar
   frozen_for: _types.IntScalar
   key: jax.Array
-  hidden: dict[str, optax.MaskedNode]
+  made_for: dict[str, optax.MaskedNode]
   group_counts: tuple[jax.Array, ...]
-  inner_state: optax.OptState
-  made: _types.BoolScalar
+
+  @property
+  def groups(self) -> _layer_groups.Groups:
+    """Returns the groups of layers."""
+    (text,) = [key for key in self.made_for if key.startswith(_GROUPS)]
+    return _layer_groups.from_text(text.removeprefix(_GROUPS))
 
 
 def freeze_layers(
@@ -75,6 +78,10 @@ def freeze_layers(
   compute the backward pass of frozen groups. The step reads the depth from the state when the depth
   may have changed. Inside your own ``jit``, ``scan`` or ``vmap``, and in a loop without a train
   step, the whole backward pass is computed. Leaves may be complex.
+
+  Layers that no depth of the schedule trains are kept from `inner`, so no moments, masters or sums
+  of windows exist for them. (If such layers of a stacked leaf are distributed over devices along
+  the axis of the layers, each step moves the trained ones.)
 
   Leaves that hold many layers (``nn.scan``, ``nnx.scan``) are frozen layer by layer, with their
   slices of the optimizer's state. An array of the state without an axis of layers, such as a norm
@@ -129,7 +136,6 @@ def freeze_layers(
   References:
     Brock, Lim, Ritchie, Weston, `FreezeOut <https://arxiv.org/abs/1706.04983>`_, 2017.
   """
-  inner = _checks.check_transformation("inner", inner)
   num_groups = _layer_groups.count_groups(groups)
   _checks.check_type("schedule", schedule, _schedules.FreezeSchedule, "a FreezeSchedule")
   if schedule.num_groups != num_groups:
@@ -138,127 +144,135 @@ def freeze_layers(
       f" and {num_groups}."
     )
   _checks.check_name("counts", counts, ("group", "run"), optional=True)
-  method = _FreezeLayers(
-    inner,
+  slot = _FreezeLayers(
     schedule,
     _layer_groups.numbering(groups, "freeze_layers"),
+    (
+      f"{_GROUPS}{_layer_groups.to_text(groups)}",
+      f"{_SCHEDULE}{schedule.name or 'FreezeSchedule'} with the depths {schedule.depths}",
+    ),
     _checks.as_key("key", key),
     counts,
     tuple(_group_counts.group_classes(schedule.depths, num_groups)),
   )
-  return _transformation.wrapper(
-    "freeze_layers",
-    FreezeLayersState,
-    method,
-    allows_complex=True,
-    changes="always",
-    frozen_groups=_protocol.GroupAssignment(method.number_leaves, num_groups),
-  )
+  return _wrapper.fill(inner, freezing=slot)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _FreezeLayers:
-  """The checked arguments of :func:`freeze_layers`.
+  """The slot of :func:`freeze_layers`.
 
   Attributes:
     number_leaves: takes a tree like the params; returns the tree of its leaves' group numbers.
+    description: the groups and the schedule, in words.
     owner_of_counts: the argument `counts`: "group", "run" or None.
     classes: a number for each group, the same for groups that are always trained in the same steps.
   """
 
-  inner: optax.GradientTransformationExtraArgs
   schedule: _schedules.FreezeSchedule
   number_leaves: Callable[[_types.Tree], _types.Tree]
+  description: tuple[str, str]
   key: jax.Array
   owner_of_counts: str | None
   classes: tuple[int, ...]
+  method = "freeze_layers"
 
-  def init(self, params: optax.Params) -> FreezeLayersState:
+  @property
+  def always_frozen(self) -> int:
+    """How many of the first groups no step trains."""
+    return int(min(self.schedule.depths)) if self.schedule.depths is not None else 0
+
+  def init(
+    self,
+    inner: optax.GradientTransformationExtraArgs,
+    inner_state: optax.OptState,
+    params: optax.Params,
+    kept: _kept_leaves.KeptLeaves,
+  ) -> FreezeLayersState:
+    """Returns the initial state; raises ValueError if the groups don't fit the params."""
     _tree_checks.refuse_pair(params, "freeze_layers")
     group_numbers = self.number_leaves(params)
-    _check_last_group(group_numbers, params, self.schedule.num_groups)
-    inner_state = self.inner.init(params)
-    layout = self._layout(inner_state, _state_layout.leaf_groups(group_numbers, params))
-    # A count beside moments may count all steps, or only those that trained its group. If all steps
-    # have the same depth, a group that is trained is trained in all steps. Then both counts agree,
-    # and no warning is needed.
-    if self.schedule.depths is None or len(self.schedule.depths) > 1:
-      _warn_of_uncertain_counts(layout)
+    _check_last_group(group_numbers, self.schedule.num_groups)
+    counts = self._find_counts(inner, inner_state, kept.take(group_numbers), kept.take(params))
     leaves = jax.tree.leaves(inner_state)
-    count = jnp.zeros([], jnp.int32)
     # The key is copied, since the state may be donated, and the next `init` uses the key again.
     key_data = jnp.array(jax.random.key_data(self.key))
     return FreezeLayersState(
-      count=count,
-      **self._depth_at(count, key_data),
+      **self._depth_at(jnp.zeros([], jnp.int32), key_data),
       key=key_data,
-      hidden=_protocol.hidden_leaves(params),
+      made_for=dict.fromkeys(self.description, optax.MaskedNode()),
       group_counts=tuple(
         jnp.full(self.schedule.num_groups, _placement.in_device_memory(leaves[index]))
-        for index in layout.counts
+        for index in counts
       ),
-      inner_state=inner_state,
-      made=jnp.zeros([], bool),
     )
 
-  def before(
-    self, call: _driver.Call, state: FreezeLayersState
-  ) -> tuple[_driver.Call, FreezeLayersState, _group_counts.GroupCounts]:
-    depth, num_wrappers = state.frozen_groups, len(_form.wrappers_around(self.inner))
-    select_frozen = functools.partial(_layer_groups.select_frozen, depth)
-    grads, _ = call.gradients()
-    group_numbers = self.number_leaves(grads)
-    leaf_groups = _state_layout.leaf_groups(group_numbers, grads)
-    layout = self._layout(state.inner_state, leaf_groups)
-    counts = _group_counts.GroupCounts(
-      layout, state.group_counts, self.classes, leaf_groups, self._first_trained(depth)
-    )
-
-    def zero_frozen(tree: _types.SameTree) -> _types.SameTree:
-      return jax.tree.map(lambda n, g: select_frozen(n, jnp.zeros_like(g), g), group_numbers, tree)
-
-    def gradients() -> tuple[optax.Updates, _types.ExtraArgs]:
-      return _extra_args.map_gradients(zero_frozen, *call.gradients())
-
-    def change(
-      tx: optax.GradientTransformationExtraArgs,
-    ) -> optax.GradientTransformationExtraArgs:
-      state_groups, count_positions = (
-        _state_layout.inside_wrappers(tree, num_wrappers)
-        for tree in (layout.state_groups, layout.count_positions)
-      )
-      update_by_group = counts.update_by_group(tx.update, state_groups, count_positions)
-
-      def update(
-        grads: optax.Updates, old: optax.OptState, params: optax.Params | None = None, **extra: Any
-      ) -> tuple[optax.Updates, optax.OptState]:
-        updates, new = update_by_group(grads, old, params, **extra)
-        updates = zero_frozen(self._scaled(state.count, group_numbers, updates))
-        return updates, _state_layout.select(state_groups, select_frozen, old, new)
-
-      return optax.GradientTransformationExtraArgs(tx.init, update)
-
-    plan = call.plan.with_change(change)
-    return call._replace(gradients=gradients, plan=plan), state, counts
-
-  def after(
+  def _find_counts(
     self,
-    call: _driver.Call,
-    outcome: _driver.Outcome,
-    state: FreezeLayersState,
-    counts: _group_counts.GroupCounts,
-  ) -> tuple[Any, FreezeLayersState]:
-    count = _arrays.increment_if(outcome.made, state.count)
-    return outcome.result, state._replace(
-      count=count,
-      **self._depth_at(count, state.key),
-      group_counts=counts.advanced(
-        state.inner_state, outcome.state, state.frozen_groups, outcome.made
-      ),
-    )
+    inner: optax.GradientTransformationExtraArgs,
+    inner_state: optax.OptState,
+    group_numbers: _types.Tree,
+    params: optax.Params,
+  ) -> Sequence[int]:
+    """Returns the indices of the leaves of the state that are counts to keep for each group.
 
-  def _layout(self, inner_state: optax.OptState, groups: _types.Tree) -> _state_layout.StateLayout:
-    return _state_layout.find_layout(self.inner, inner_state, groups, self.owner_of_counts)
+    Warns if it is not sure what a count counts.
+    """
+    groups = _state_layout.leaf_groups(group_numbers, params)
+    layout = _state_layout.find_layout(inner, inner_state, groups, self.owner_of_counts)
+    # If all groups that are trained at all are trained in the same steps, all counts agree.
+    if len(set(self.classes[self.always_frozen :])) == 1:
+      return ()
+    _warn_of_uncertain_counts(layout)
+    if not layout.counts or self.owner_of_counts is not None:
+      return layout.counts
+
+    def class_of(number: _layer_groups.GroupNumber) -> int | None:
+      classes = {self.classes[i] for i in np.ravel(number)}
+      return classes.pop() if len(classes) == 1 else None
+
+    classes = list(map(class_of, jax.tree.leaves(group_numbers)))
+    moments = layout.moments(inner_state)
+    if not _dependence.moments_meet(inner, inner_state, params, moments, layout.owners, classes):
+      return layout.counts
+    _warnings.warn(
+      "`freeze_layers` keeps one step count for all groups, since the optimizer computes an update"
+      " from the moments of several layers, as a clipping after Adam does: the first steps of a"
+      ' layer that is thawed late are too long. Clip before Adam, or pass `counts="run"`.',
+      UserWarning,
+    )
+    return ()
+
+  def at(
+    self,
+    inner: optax.GradientTransformationExtraArgs,
+    state: Any,
+    grads: optax.Updates,
+    kept: _kept_leaves.KeptLeaves,
+  ) -> "_FrozenStep":
+    """Returns the functions of a step with the depth in `state`."""
+    self._check_made_for(state.freezing.made_for)
+    group_numbers = kept.take(self.number_leaves(grads))
+    leaf_groups = _state_layout.leaf_groups(group_numbers, kept.take(grads))
+    layout = _state_layout.find_layout(inner, state.inner_state, leaf_groups, self.owner_of_counts)
+    depth, vectors = state.freezing.frozen_groups, state.freezing.group_counts
+    if not vectors:
+      layout = dataclasses.replace(layout, counts=())
+    counts = _group_counts.GroupCounts(
+      layout, vectors, self.classes, leaf_groups, self._first_trained(depth)
+    )
+    return _FrozenStep(self, state.count, depth, group_numbers, counts, inner)
+
+  def _check_made_for(self, made_for: dict[str, optax.MaskedNode]) -> None:
+    """Raises ValueError if a state was made for other groups or another schedule."""
+    for mine, other in zip(self.description, sorted(made_for), strict=True):
+      if mine != other:
+        required, got = _checks.shorten(mine, 200), _checks.shorten(other, 200)
+        raise ValueError(
+          f"`freeze_layers` can't go on from a state that was made for other groups or another"
+          f" schedule: required {required}, got {got}. Write both stages as one FreezeSchedule, or"
+          " begin the second with a new state, `step.init(params)`."
+        )
 
   def _depth_at(self, count: _types.IntScalar, key_data: jax.Array) -> dict[str, Any]:
     """Returns the fields `frozen_groups` and `frozen_for` of the state for step `count`."""
@@ -278,7 +292,7 @@ class _FreezeLayers:
     """
     if isinstance(depth, np.integer | np.ndarray):
       return int(depth)
-    return min(self.schedule.depths or (0,))
+    return self.always_frozen
 
   def _scaled(
     self, count: _types.IntScalar, group_numbers: _types.Tree, updates: optax.Updates
@@ -294,11 +308,49 @@ class _FreezeLayers:
     )
 
 
+class _FrozenStep(NamedTuple):
+  """A step with frozen layers; its trees have the leaves that some step trains."""
+
+  slot: _FreezeLayers
+  count: _types.IntScalar  # type: ignore[assignment]  # tuples have a method of this name
+  depth: _types.IntScalar
+  group_numbers: _types.Tree
+  counts: _group_counts.GroupCounts
+  inner: optax.GradientTransformationExtraArgs
+
+  def zero(self, tree: _types.SameTree) -> _types.SameTree:
+    """Returns a tree like the params, with zeros for frozen layers."""
+    select = functools.partial(_layer_groups.select_frozen, self.depth)
+    return jax.tree.map(lambda n, g: select(n, jnp.zeros_like(g), g), self.group_numbers, tree)
+
+  def update(
+    self, grads: optax.Updates, old: optax.OptState, params: optax.Params | None, **extra: Any
+  ) -> tuple[optax.Updates, optax.OptState]:
+    """Serves as the optimizer's ``update``; frozen layers and their state stay."""
+    layout = self.counts.layout
+    updates, new = self.counts.update_by_class(self.inner.update, grads, old, params, **extra)
+    updates = self.zero(self.slot._scaled(self.count, self.group_numbers, updates))
+    select = functools.partial(_layer_groups.select_frozen, self.depth)
+    return updates, _state_layout.select(layout.state_groups, select, old, new)
+
+  def next(
+    self,
+    state: Any,
+    inner_state: optax.OptState,
+    count: _types.IntScalar,
+    made: _types.BoolScalar,
+  ) -> FreezeLayersState:
+    """Returns the state after the step."""
+    return state.freezing._replace(
+      **self.slot._depth_at(count, state.freezing.key),
+      group_counts=self.counts.advanced(state.inner_state, inner_state, self.depth, made),
+    )
+
+
 def _warn_of_uncertain_counts(layout: _state_layout.StateLayout) -> None:
-  shared = [*layout.shared, *layout.hidden]
-  if shared:
+  if shared := ", ".join(layout.shared):
     _warnings.warn(
-      f"`freeze_layers` keeps one step count for all groups in {', '.join(shared)}, since it can't"
+      f"`freeze_layers` keeps one step count for all groups in {shared}, since it can't"
       " tell whether the count belongs to moments or to the run; if to moments, the first steps of"
       ' a layer that is thawed late are too long. Pass `counts="group"` if the count belongs to'
       ' moments, else `counts="run"`.',
@@ -313,12 +365,10 @@ def _warn_of_uncertain_counts(layout: _state_layout.StateLayout) -> None:
     )
 
 
-def _check_last_group(group_numbers: _types.Tree, params: optax.Params, num_groups: int) -> None:
+def _check_last_group(group_numbers: _types.Tree, num_groups: int) -> None:
   """Raises ValueError if no leaf is in the last group, the only one that is never frozen."""
   largest = [int(np.max(number)) for number in jax.tree.leaves(group_numbers)]
-  # If ``optax.masked`` hides leaves, the last group may consist of these leaves, which another
-  # optimizer trains.
-  if largest and max(largest) < num_groups - 1 and not _masks.masked_paths(params):
+  if largest and max(largest) < num_groups - 1:
     raise ValueError(
       "`groups` must leave a leaf in the last group, which is never frozen; got none in group"
       f" {num_groups - 1} of {num_groups}. Take the leaves that should train out of the other"

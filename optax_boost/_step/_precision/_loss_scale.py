@@ -15,14 +15,15 @@ from collections.abc import Callable
 import dataclasses
 import functools
 import math
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from optax_boost._form import _driver, _finiteness, _protocol, _transformation
-from optax_boost._foundation import _arrays, _checks, _extra_args, _mesh_axes, _types
+from optax_boost._form import _protocol
+from optax_boost._foundation import _arrays, _checks, _types
+from optax_boost._step import _wrapper
 
 _METHOD = "dynamic_loss_scale"
 
@@ -57,12 +58,7 @@ def _next_scale(
   return scale, growth_count, jnp.where(grows, 0, hysteresis_count)
 
 
-@_protocol.declares(
-  metrics=("loss_scale", "loss_scale/notfinite_count"),
-  requests=("loss_scale",),
-  outcome=("made",),
-  skips=("notfinite_count",),
-)
+@_protocol.declares(metrics=("loss_scale",), requests=(_protocol.LOSS_SCALE,))
 class DynamicLossScaleState(NamedTuple):
   """State of :func:`dynamic_loss_scale`.
 
@@ -70,21 +66,11 @@ class DynamicLossScaleState(NamedTuple):
     loss_scale: scalar float32, the factor of the next loss.
     growth_count: scalar int32, the number of steps since the last overflow or growth of the scale.
     hysteresis_count: scalar int32, the number of overflows since the scale last grew.
-    notfinite_count: scalar int32, steps that were skipped since a gradient was not finite, or with
-      ``check="updates"`` since a param or the inner state would not have been finite.
-    hidden: a dict without arrays, whose keys point to the leaves that ``optax.masked``
-      hides. The train step divides the gradients of these leaves by the scale.
-    inner_state: the inner optimizer's state.
-    made: scalar bool, whether the last call made a step.
   """
 
   loss_scale: _types.FloatScalar
   growth_count: _types.IntScalar
   hysteresis_count: _types.IntScalar
-  notfinite_count: _types.IntScalar
-  hidden: dict[str, optax.MaskedNode]
-  inner_state: optax.OptState
-  made: _types.BoolScalar
 
 
 def dynamic_loss_scale(
@@ -106,9 +92,8 @@ def dynamic_loss_scale(
   :func:`make_train_step` does so; in your own loop, read
   ``optax.tree.get(opt_state, "loss_scale")``.
 
-  A step whose unscaled gradients are not finite changes only the scale and the counters. If this
-  wrapper is inside ``optax.partition`` or ``optax.masked``, it does not see all leaves; then
-  :func:`make_train_step` divides the gradients of the other leaves by the scale.
+  A step whose unscaled gradients are not finite changes only the scale and the counters. The scale
+  is of the whole loss, so the wrapper goes around ``optax.partition`` and ``optax.masked``.
 
   Args:
     inner: the optimizer. Its gradients and its state are in at least float32. For float16 params
@@ -159,11 +144,9 @@ def dynamic_loss_scale(
     _checks.check_whole_number("growth_interval", growth_interval)
   _checks.check_whole_number("hysteresis", hysteresis)
   _checks.check_number("growth_factor", growth_factor, minimum=1.0)
-  _checks.check_number("backoff_factor", backoff_factor, positive=True, below=1.0)
-  _mesh_axes.check_axis_name("axis_name", axis_name)
+  _checks.check_number("backoff_factor", backoff_factor, above=0.0, below=1.0)
   _checks.check_name("check", check, ("updates", "gradients"))
   _check_scales(minimum, initial_scale, maximum)
-  inner = _checks.check_transformation("inner", inner)
   next_scale = functools.partial(
     _next_scale,
     growth_interval=growth_interval,
@@ -175,8 +158,8 @@ def dynamic_loss_scale(
   )
   concrete_maximum = _checks.concrete_number(maximum)
   largest = math.inf if concrete_maximum is None else float(concrete_maximum)
-  method = _LossScale(inner, initial_scale, largest, next_scale, axis_name, check == "updates")
-  return _transformation.wrapper(_METHOD, DynamicLossScaleState, method, changes="half")
+  slot = _LossScale(initial_scale, largest, next_scale, check == "updates")
+  return _wrapper.fill(inner, axis_name, scaling=slot)
 
 
 def _check_scales(
@@ -199,91 +182,39 @@ def _check_scales(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _LossScale:
-  """The checked arguments of :func:`dynamic_loss_scale`."""
+  """The slot of :func:`dynamic_loss_scale`."""
 
-  inner: optax.GradientTransformationExtraArgs
   initial_scale: jax.typing.ArrayLike
   largest: float  # the argument `maximum`; infinity if it is traced
   next_scale: Callable[..., tuple[_types.FloatScalar, _types.IntScalar, _types.IntScalar]]
-  axis_name: _types.AxisName | None
   checks_updates: bool
+  method = _METHOD
 
-  def init(self, params: optax.Params) -> DynamicLossScaleState:
+  def init(self) -> DynamicLossScaleState:
+    """Returns the state with the initial scale."""
     return DynamicLossScaleState(
       loss_scale=jnp.asarray(self.initial_scale, jnp.float32),
       growth_count=jnp.zeros([], jnp.int32),
       hysteresis_count=jnp.zeros([], jnp.int32),
-      notfinite_count=jnp.zeros([], jnp.int32),
-      hidden=_protocol.hidden_leaves(params),
-      inner_state=self.inner.init(_arrays.copy_arrays(params, _arrays.accumulator_dtype)),
-      made=jnp.zeros([], bool),
     )
 
-  def before(
-    self, call: _driver.Call, state: DynamicLossScaleState
-  ) -> tuple[_driver.Call, DynamicLossScaleState, _types.BoolScalar]:
-    unscale = functools.partial(self._unscale, state.loss_scale)
+  def next(
+    self, state: DynamicLossScaleState, is_finite: _types.BoolScalar
+  ) -> DynamicLossScaleState:
+    """Returns the state after a batch."""
+    counts = state.growth_count, state.hysteresis_count
+    return DynamicLossScaleState(*self.next_scale(state.loss_scale, *counts, is_finite))
 
-    def unscaled_gradients() -> tuple[optax.Updates, _types.ExtraArgs]:
-      return _extra_args.map_gradients(unscale, *call.gradients())
-
-    def are_finite() -> _types.BoolScalar:
-      grads, _ = call.gradients()
-      return self._on_all_devices(_finiteness.all_finite(grads, state.loss_scale, unscale))
-
-    is_finite = call.passes(are_finite)
-    makes_step: _types.Condition = is_finite
-    # A loss scale in `inner` must see every overflow, or it would never shrink. So this wrapper
-    # skips a step only for gradients that the inner loss scale does not unscale.
-    if _protocol.is_requested(state.inner_state, _protocol.LOSS_SCALE):
-      unseen = _protocol.unseen_by_scale(state.inner_state, call.gradients()[0])
-      makes_step = self._on_all_devices(_finiteness.all_finite(unseen)) if unseen else True
-    scale, growth_count, hysteresis_count = self.next_scale(
-      state.loss_scale, state.growth_count, state.hysteresis_count, is_finite
-    )
-    new_state = state._replace(
-      loss_scale=scale, growth_count=growth_count, hysteresis_count=hysteresis_count
-    )
-    inner_call = call._replace(
-      gradients=unscaled_gradients, makes_step=makes_step, plan=self._plan(call)
-    )
-    return inner_call, new_state, is_finite
-
-  def after(
-    self,
-    call: _driver.Call,
-    outcome: _driver.Outcome,
-    state: DynamicLossScaleState,
-    is_finite: _types.BoolScalar,
-  ) -> tuple[Any, DynamicLossScaleState]:
-    return outcome.result, state._replace(
-      notfinite_count=_arrays.increment_if(~is_finite | outcome.failed_check, state.notfinite_count)
-    )
-
-  def _plan(self, call: _driver.Call) -> _driver.StepPlan:
-    plan = call.plan
-    if self.checks_updates:
-      plan = plan.with_check(self._on_all_devices)
-    # Inside another loss scale, gradients are float32 already; the outer scale casts updates.
-    if plan.cast_updates is None:
-      plan = dataclasses.replace(plan, cast_updates=_cast_to(call.gradients()[0], call.params))
-    return plan
-
-  def _on_all_devices(self, flag: _types.BoolScalar) -> _types.BoolScalar:
-    return _mesh_axes.on_all_devices(flag, self.axis_name, _METHOD)
-
-  def _unscale(self, scale: _types.FloatScalar, grads: optax.Updates) -> optax.Updates:
+  def unscale(self, scale: _types.FloatScalar, grads: optax.Updates) -> optax.Updates:
     """Returns the gradients divided by the scale, in at least float32."""
     return jax.tree.map(lambda g: _arrays.divide(_arrays.widen(g), scale, self.largest), grads)
 
+  def cast(
+    self, updates: optax.Updates, grads: optax.Updates, params: optax.Params | None
+  ) -> optax.Updates:
+    """Casts each update to the promoted dtype of its gradient and param."""
 
-def _cast_to(
-  grads: optax.Updates, params: optax.Params | None
-) -> Callable[[optax.Updates], optax.Updates]:
-  """Returns a function that casts each update to the promoted dtype of its gradient and param."""
-  like = grads if params is None else params
+    def cast(update: jax.Array, grad: jax.Array, param: jax.Array) -> jax.Array:
+      return update.astype(jnp.promote_types(grad.dtype, param.dtype))
 
-  def cast(update: jax.Array, grad: jax.Array, param: jax.Array) -> jax.Array:
-    return update.astype(jnp.promote_types(grad.dtype, param.dtype))
-
-  return lambda updates: jax.tree.map(cast, updates, grads, like)
+    return jax.tree.map(cast, updates, grads, grads if params is None else params)

@@ -8,11 +8,11 @@ Modules:
   _freeze_layers  the arguments, the state and the step
 """
 
-from optax_boost._wrappers._freezing._freeze_layers import (
+from optax_boost._step._freezing._freeze_layers import (
   FreezeLayersState as FreezeLayersState,
   freeze_layers as freeze_layers,
 )
-from optax_boost._wrappers._freezing._schedules import (
+from optax_boost._step._freezing._schedules import (
   FreezeSchedule as FreezeSchedule,
   continuous_freezing as continuous_freezing,
   fixed_freezing as fixed_freezing,

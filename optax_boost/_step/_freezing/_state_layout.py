@@ -7,7 +7,7 @@ In states of other authors, a learning rate schedule may read a count beside mom
 argument `counts` of :func:`freeze_layers` says whether the count is per group or of the run.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 import dataclasses
 import functools
 import itertools
@@ -18,7 +18,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_boost._form import _compositions
 from optax_boost._foundation import _masks, _types
 from optax_boost._trace import _layer_groups
 
@@ -94,8 +93,8 @@ class StateLayout:
     counts: the indices, among the state's leaves, of the step counts that are kept for each group.
     shared: the types of states whose counts may belong to moments, but are shared by all groups.
     assumed: the types of other authors' states whose counts are taken to belong to moments.
-    hidden: the names of compositions (such as ``optax.chain``) whose counts all groups share, since
-      the transformations in them can't be called one by one.
+    owners: for each leaf of the state, the index of the param that the leaf belongs to, or None.
+    is_moment: for each leaf of the state, whether it is a moment beside one of `counts`.
   """
 
   structure: _types.TreeDef
@@ -103,7 +102,22 @@ class StateLayout:
   counts: Sequence[int]
   shared: Sequence[str]
   assumed: Sequence[str]
-  hidden: Sequence[str]
+  owners: Sequence[int | None]
+  is_moment: Sequence[bool]
+
+  def moments(self, state: _types.OptState) -> list[tuple[int, int | None] | None]:
+    """Returns the param's index and the axis of its layers for each moment; None for other leaves.
+
+    The axis is None if the param is not stacked, or if the moment has no axis of layers.
+    """
+
+    def moment(i: int, leaf: jax.Array) -> tuple[int, int | None] | None:
+      owner, group = self.owners[i], self.groups[i]
+      if owner is None or not self.is_moment[i]:
+        return None
+      return owner, group.axis_in(jnp.shape(leaf)) if isinstance(group, StackedGroups) else None
+
+    return [moment(i, leaf) for i, leaf in enumerate(jax.tree.leaves(state))]
 
   @property
   def state_groups(self) -> _types.Tree:
@@ -122,16 +136,6 @@ class StateLayout:
     positions = {index: position for position, index in enumerate(self.counts)}
     leaves = [positions.get(index, -1) for index in range(len(self.groups))]
     return jax.tree.unflatten(self.structure, leaves)
-
-
-def inside_wrappers(tree: _types.OptState, num_wrappers: int) -> _types.OptState:
-  """Returns the state of the optimizer that is inside `num_wrappers` nested wrappers.
-
-  `tree` is the state of the outermost wrapper, or any tree of its structure.
-  """
-  for _ in range(num_wrappers):
-    tree = tree.inner_state
-  return tree
 
 
 def select(
@@ -157,17 +161,25 @@ def select(
   return jax.tree.unflatten(structure, map(select_leaf, groups, old_leaves, leaves))
 
 
-class _ParamsLikeTree:
-  """Replaces a tree of the params' structure in a state, and holds the groups of its leaves."""
+@dataclasses.dataclass(frozen=True)
+class _Owner:
+  """The param that a leaf of the state belongs to: its index, and its group."""
 
-  def __init__(self, tree: _types.Tree, groups: _types.Tree):
-    masked_or_group = jax.tree.map(
-      lambda value, group: value if _masks.is_masked(value) else group,
+  index: int
+  group: LeafGroup
+
+
+class _ParamsLikeTree:
+  """Replaces a tree of the params' structure in a state, and holds the owners of its leaves."""
+
+  def __init__(self, tree: _types.Tree, owners: _types.Tree):
+    masked_or_owner = jax.tree.map(
+      lambda value, owner: value if _masks.is_masked(value) else owner,
       tree,
-      groups,
+      owners,
       is_leaf=_masks.is_masked,
     )
-    self.groups: list[LeafGroup] = jax.tree.leaves(masked_or_group)
+    self.owners: list[_Owner] = jax.tree.leaves(masked_or_owner)
 
 
 def find_layout(
@@ -182,12 +194,14 @@ def find_layout(
   argument `counts` of :func:`freeze_layers`. Raises TypeError if ``optax.tree.map_params`` can't
   map over the state.
   """
+  leaves, structure = jax.tree.flatten(groups)
+  owners = jax.tree.unflatten(structure, [_Owner(i, group) for i, group in enumerate(leaves)])
   try:
     marked = optax.tree.map_params(
       inner,
       _ParamsLikeTree,
       state,
-      groups,
+      owners,
       transform_non_params=lambda x: x,
       is_leaf=lambda _: True,
     )
@@ -197,66 +211,40 @@ def find_layout(
       f" unlike that of `optax.lbfgs`; it failed: {error}. Pass masks and labels as trees, or by"
       " `optax_boost.path_mask`."
     ) from error
-  groups_of_state: list[LeafGroup | None] = []
+  found: list[_Owner | None] = []
+  moments: list[bool] = []
   counts: list[int] = []
   types_by_kind: dict[str, dict[str, None]] = {"unclear": {}, "assumed": {}}
   kinds_per_group = ["moments", "assumed"] + (["unclear"] if owner_of_counts == "group" else [])
 
-  def visit(node: _types.Tree) -> None:
-    if isinstance(node, _ParamsLikeTree):
-      groups_of_state.extend(node.groups)
-      return
-    children = _children(node)
+  def visit(node: _types.Tree, beside_count: bool) -> None:
+    children = None if isinstance(node, _ParamsLikeTree) else _children(node)
     if children is None:
-      groups_of_state.append(None)
+      owners = node.owners if isinstance(node, _ParamsLikeTree) else [None]
+      found.extend(owners)
+      moments.extend(beside_count and owner is not None for owner in owners)
       return
     kind = _kind_of_counts(node, children)
     if kind in types_by_kind and owner_of_counts is None:
       types_by_kind[kind][type(node).__name__] = None
+    counted = kind in kinds_per_group and any(_is_counter(child) for _, child in children)
     for _, child in children:
-      if kind in kinds_per_group and _is_counter(child):
-        counts.append(len(groups_of_state))
-      visit(child)
+      if counted and _is_counter(child):
+        counts.append(len(found))
+      visit(child, counted)
 
-  visit(marked)
+  visit(marked, False)
   if owner_of_counts == "run":
     counts.clear()
-  layout = StateLayout(
+  return StateLayout(
     jax.tree.structure(state),
-    groups_of_state,
+    [None if owner is None else owner.group for owner in found],
     counts,
     shared=list(types_by_kind["unclear"]),
     assumed=list(types_by_kind["assumed"]),
-    hidden=[],
+    owners=[None if owner is None else owner.index for owner in found],
+    is_moment=moments,
   )
-  if owner_of_counts is not None:
-    return layout
-  hidden = dict(_hidden_counts(inner.update, layout.count_positions))
-  visible = [index for position, index in enumerate(counts) if position not in hidden]
-  return dataclasses.replace(layout, counts=visible, hidden=sorted(set(hidden.values())))
-
-
-def _hidden_counts(
-  update: _compositions.Update, count_positions: _types.Tree
-) -> Iterator[tuple[int, str]]:
-  """Yields the counts in compositions whose members can't be called one by one.
-
-  For each such count, yields its position in :attr:`StateLayout.counts`, and the name of the
-  composition.
-  """
-  positions = [position for position in jax.tree.leaves(count_positions) if position >= 0]
-  held_updates = _compositions.held_updates(update) if positions else []
-  if not held_updates:
-    return
-  all_held_positions = _compositions.held_states(update, count_positions)
-  if all_held_positions is None:
-    name_in_optax = _compositions.name_in_optax(update)
-    qualname = getattr(update, "__qualname__", repr(update))
-    name = f"optax.{name_in_optax}" if name_in_optax else qualname
-    yield from ((position, name) for position in positions)
-    return
-  for held_update, held_positions in zip(held_updates, all_held_positions, strict=True):
-    yield from _hidden_counts(held_update, held_positions)
 
 
 def _children(node: _types.Tree) -> list[tuple[str, Any]] | None:

@@ -4,8 +4,9 @@ from typing import Any
 
 import optax
 
-from optax_boost._form import _driver, _state_check
+from optax_boost._form import _exact_params, _form, _state_check
 from optax_boost._foundation import _arrays, _checks, _extra_args, _tree_checks, _types
+from optax_boost._step import _nesting, _run
 
 
 def apply_gradients(
@@ -61,6 +62,7 @@ def apply_gradients(
   tx = _checks.check_transformation("tx", tx)
   _tree_checks.check_same_tree(grads, _tree_checks.differentiated_params(params), "apply_gradients")
   _state_check.check(tx, opt_state, params)
+  _nesting.check(opt_state)
   grads, params = _arrays.as_jax((grads, params))
   return step_in_place(tx, grads, opt_state, params, _extra_args.as_jax_gradients(extra_args))
 
@@ -76,10 +78,9 @@ def step_in_place(
 
   Returns the new params and the new state.
   """
-
-  def gradients() -> tuple[optax.Updates, _types.ExtraArgs]:
-    return grads, dict(extra_args)
-
-  call = _driver.Call(gradients, params, plan=_driver.APPLY_IN_PLACE)
-  outcome = _driver.run(tx, call, opt_state)
-  return outcome.result, outcome.state
+  form = _form.form_of(tx.update)
+  if form is not None and form.step is not None:
+    tx.update.check(grads, opt_state, params)  # type: ignore[attr-defined]
+    return _run.run(form.step, grads, opt_state, params, extra_args, in_place=True)
+  updates, opt_state = tx.update(grads, opt_state, params, **extra_args)
+  return _exact_params.apply_updates(params, updates, opt_state), opt_state

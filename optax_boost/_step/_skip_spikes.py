@@ -7,15 +7,14 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_boost._form import _driver, _finiteness, _protocol, _transformation
-from optax_boost._foundation import _arrays, _checks, _mesh_axes, _types
+from optax_boost._form import _finiteness, _protocol
+from optax_boost._foundation import _arrays, _checks, _types
+from optax_boost._step import _wrapper
 
 _METHOD = "skip_spikes"
 
 
-@_protocol.declares(
-  metrics=("gradient_norm", "skip_spikes/spike_count"), outcome=("made",), skips=("spike_count",)
-)
+@_protocol.declares(metrics=("gradient_norm", "skip_spikes/spike_count"), skips=("spike_count",))
 class SkipSpikesState(NamedTuple):
   """State of :func:`skip_spikes`.
 
@@ -25,9 +24,7 @@ class SkipSpikesState(NamedTuple):
     norm_weight: scalar float32, the sum of the weights in `norm_sum`; the mean of the norms is
       ``norm_sum / norm_weight``.
     count: scalar int32, the number of norms in the mean.
-    spike_count: scalar int32, the number of skipped steps.
-    inner_state: the inner optimizer's state.
-    made: scalar bool, whether the last call made a step.
+    spike_count: scalar int32, the number of spikes, whose norms are finite.
   """
 
   gradient_norm: _types.FloatScalar
@@ -35,8 +32,6 @@ class SkipSpikesState(NamedTuple):
   norm_weight: _types.FloatScalar
   count: _types.IntScalar  # type: ignore[assignment]  # tuples have a method of this name
   spike_count: _types.IntScalar
-  inner_state: optax.OptState
-  made: _types.BoolScalar
 
 
 def skip_spikes(
@@ -55,18 +50,18 @@ def skip_spikes(
     n_t > f \, \frac{\sum_{i<t} d^{t-1-i} n_i}{\sum_{i<t} d^{t-1-i}}
 
   for the global norm :math:`n_t` of the gradient, `factor` f and `decay` d, or if the gradient is
-  not finite. A skipped step changes neither params nor inner state, and is counted. No norm enters
-  the mean as more than f times the mean before, so a single spike changes the mean little; after a
-  lasting rise of the norms the mean follows, and steps are made again. A norm that is zero or not
-  finite does not enter the mean.
+  not finite. A skipped step changes neither params nor inner state; it is counted as a spike, or in
+  `notfinite_count`. No norm enters the mean as more than f times the mean before, so a single spike
+  changes the mean little; after a lasting rise of the norms the mean follows, and steps are made
+  again. A norm that is zero or not finite does not enter the mean.
 
   Clipping by the global norm would only shorten the step: the params would still move along the bad
   gradient, and the moments would take the gradient in.
 
   Args:
     inner: the optimizer.
-    factor: f, at least 1: how many times the mean a norm may be. Raising it skips fewer steps; with
-      1, every step whose norm is above the mean is skipped.
+    factor: f, above 1: how many times the mean a norm may be. Raising it skips fewer steps. (With 1
+      the mean could never rise, so that after a lasting rise of the norms no step would be made.)
     decay: d, the weight of a norm divided by the weight of the next norm, from 0 to below 1; about
       1 / (1 - decay) norms count. Raising it makes the mean follow the norms more slowly.
     start: how many norms the mean must have before a step with a finite norm is skipped. Raising it
@@ -75,8 +70,9 @@ def skip_spikes(
 
   Returns:
     An :class:`optax.GradientTransformationExtraArgs`. Norms are in float32; a norm beyond the range
-    of float32 counts as not finite. Around a :func:`dynamic_loss_scale` the norm is the norm of the
-    unscaled gradient, and the loss scale skips the steps that overflow.
+    of float32 counts as not finite. With :func:`dynamic_loss_scale` the norm is of the unscaled
+    gradient. With :func:`accumulate` each micro-batch is judged, and a spike is left out of its
+    window.
 
   Examples:
     >>> import jax.numpy as jnp, optax, optax_boost
@@ -91,73 +87,56 @@ def skip_spikes(
     [0.0, 0.0] 500.0 1
     [-3.0, -4.0] 5.0 1
   """
-  inner = _checks.check_transformation("inner", inner)
-  _checks.check_number("factor", factor, minimum=1.0)
+  _checks.check_number("factor", factor, above=1.0)
   _checks.check_number("decay", decay, minimum=0.0, below=1.0)
   _checks.check_whole_number("start", start, minimum=1)
-  _mesh_axes.check_axis_name("axis_name", axis_name)
-  method = _SkipSpikes(inner, factor, decay, start, axis_name)
-  return _transformation.wrapper(_METHOD, SkipSpikesState, method, allows_complex=True)
+  return _wrapper.fill(inner, axis_name, spikes=_SkipSpikes(factor, decay, start))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _SkipSpikes:
-  """The checked arguments of :func:`skip_spikes`."""
+  """The slot of :func:`skip_spikes`."""
 
-  inner: optax.GradientTransformationExtraArgs
   factor: jax.typing.ArrayLike
   decay: jax.typing.ArrayLike
   start: jax.typing.ArrayLike
-  axis_name: _types.AxisName | None
+  method = _METHOD
 
-  def init(self, params: optax.Params) -> SkipSpikesState:
+  def init(self) -> SkipSpikesState:
+    """Returns the state without any norm."""
     return SkipSpikesState(
       gradient_norm=jnp.zeros([], jnp.float32),
       norm_sum=jnp.zeros([], jnp.float32),
       norm_weight=jnp.zeros([], jnp.float32),
       count=jnp.zeros([], jnp.int32),
       spike_count=jnp.zeros([], jnp.int32),
-      inner_state=self.inner.init(params),
-      made=jnp.zeros([], bool),
     )
 
-  def before(
-    self, call: _driver.Call, state: SkipSpikesState
-  ) -> tuple[_driver.Call, SkipSpikesState, None]:
-    grads, _ = call.gradients()
-    unseen = _protocol.unseen_by_scale(state.inner_state, grads)
-    unscaled_squares = self._sum_squares(unseen)
-    squares = unscaled_squares
-    if len(unseen) < len(jax.tree.leaves(grads)):
-      # The gradients that are not in `unseen` are of a scaled loss, so their norm is divided by the
-      # scale. If they overflow, the loss scale in `inner` skips the step.
-      scale = _protocol.requesting_state(state.inner_state, _protocol.LOSS_SCALE).loss_scale
-      squares = unscaled_squares + (self._sum_squares(grads) - unscaled_squares) / scale / scale
+  def judge(
+    self, state: SkipSpikesState, squares: _types.FloatScalar
+  ) -> tuple[_types.BoolScalar, _types.BoolScalar, SkipSpikesState]:
+    """Returns whether a gradient is a spike, whether its norm is finite, and the new state.
+
+    `squares` is the squared norm of the gradient.
+    """
     norm = jnp.sqrt(squares)
     is_finite = _finiteness.finite_entries(norm)
     mean = state.norm_sum / jnp.maximum(state.norm_weight, 1)
     limit = jnp.where(state.count > 0, self.factor * mean, jnp.inf)
     is_spike = is_finite & (state.count >= self.start) & (norm > limit)
-    is_skipped = is_spike | ~_finiteness.finite_entries(unscaled_squares)
     # The gradient of a masked loss may have norm zero. If such norms entered the mean, the limit
     # would approach zero, and any other norm would be a spike.
     enters_mean = is_finite & (norm > 0)
-    new_state = state._replace(
-      gradient_norm=norm,
-      norm_sum=jnp.where(
-        enters_mean, self.decay * state.norm_sum + jnp.minimum(norm, limit), state.norm_sum
+    return (
+      is_spike,
+      is_finite,
+      SkipSpikesState(
+        gradient_norm=norm,
+        norm_sum=jnp.where(
+          enters_mean, self.decay * state.norm_sum + jnp.minimum(norm, limit), state.norm_sum
+        ),
+        norm_weight=jnp.where(enters_mean, self.decay * state.norm_weight + 1, state.norm_weight),
+        count=_arrays.increment_if(enters_mean, state.count),
+        spike_count=_arrays.increment_if(is_spike, state.spike_count),
       ),
-      norm_weight=jnp.where(enters_mean, self.decay * state.norm_weight + 1, state.norm_weight),
-      count=_arrays.increment_if(enters_mean, state.count),
-      spike_count=_arrays.increment_if(is_skipped, state.spike_count),
     )
-    return call._replace(makes_step=~is_skipped), new_state, None
-
-  after = _driver.pass_on
-
-  def _sum_squares(self, gradients: optax.Updates) -> _types.FloatScalar:
-    squares = jnp.asarray(_arrays.sum_squares_of_tree(gradients), jnp.float32)
-    if self.axis_name is not None:
-      _mesh_axes.require_axis("axis_name", self.axis_name, _METHOD)
-      squares = jax.lax.pmean(squares, self.axis_name)
-    return squares

@@ -44,6 +44,8 @@ class FreezeSchedule:
     lasts: a function of the step that returns for how many steps, including this step,
       `frozen_groups` returns the same number. The train step reads a new number from the device
       only after these steps. None: one step, so each step waits for the step before.
+    name: tells the schedule from others. A training can't go on with another schedule, so a state
+      keeps the name, and :func:`freeze_layers` compares it.
   """
 
   num_groups: int
@@ -51,6 +53,7 @@ class FreezeSchedule:
   learning_rate_scale: Callable[[jax.Array], jax.Array] | None = None
   depths: Sequence[int] | np.ndarray | None = None
   lasts: Callable[[jax.Array], jax.typing.ArrayLike] | None = None
+  name: str = ""
 
   def __post_init__(self) -> None:
     object.__setattr__(self, "num_groups", _check_num_groups(self.num_groups))
@@ -201,6 +204,7 @@ def continuous_freezing(
     frozen_groups,
     depths=depths if unfrozen else depths[1:],
     lasts=lambda count: jnp.maximum(unfrozen - count % cycle, 1),
+    name=f"continuous_freezing({num_groups}, {share}, max_depths={max_depths})",
   )
 
 
@@ -238,7 +242,8 @@ def interval_freezing(
     freezes = jnp.where(count > 1, jnp.asarray(pattern)[(count - 2) % len(pattern)], count == 1)
     return jnp.where(freezes, jnp.asarray(depths)[interval_depth(uniform, len(depths))], 0)
 
-  return FreezeSchedule(num_groups, frozen_groups, depths=depths)
+  name = f"interval_freezing({num_groups}, {share}, max_depths={max_depths})"
+  return FreezeSchedule(num_groups, frozen_groups, depths=depths, name=name)
 
 
 def _interval_pattern(share: float) -> np.ndarray:
@@ -319,8 +324,8 @@ def progressive_freezing(
   """
   depths = _spread_depths(num_groups, max_depths)
   _checks.check_whole_number("total_steps", total_steps, static=True)
-  start = float(_python_number("first", first, positive=True, below=1.0))
-  exponent = float(_python_number("power", power, positive=True))
+  start = float(_python_number("first", first, above=0.0, below=1.0))
+  exponent = float(_python_number("power", power, above=0.0))
   _checks.check_bool("anneal", anneal)
   relative_depths = depths / (num_groups - 1) if num_groups > 1 else np.ones(1)
   ends = np.maximum(np.round(total_steps * (start + (1 - start) * relative_depths**exponent)), 1)
@@ -346,6 +351,8 @@ def progressive_freezing(
     learning_rate_scale if anneal else None,
     depths,
     lambda count: jnp.asarray(changes)[period(count)] - count,
+    f"progressive_freezing({num_groups}, {total_steps}, {start}, {exponent}, anneal={anneal},"
+    f" max_depths={max_depths})",
   )
 
 
@@ -386,6 +393,7 @@ def fixed_freezing(
     lambda count, key: jnp.where(jnp.asarray(count) < end, frozen_groups, 0),
     depths=(frozen_groups,) if steps is None else (0, frozen_groups),
     lasts=lambda count: jnp.where(count < end, end - count, _checks.LARGEST_COUNT),
+    name=f"fixed_freezing({num_groups}, {frozen_groups}, steps={steps})",
   )
 
 
@@ -440,4 +448,5 @@ def gradual_unfreezing(
     thaw = (first + 1 - depth(count)) * every
     return jnp.where(depth(count) == 0, _checks.LARGEST_COUNT, thaw - count)
 
-  return FreezeSchedule(num_groups, depth, depths=depths, lasts=lasts)
+  name = f"gradual_unfreezing({num_groups}, {every}, {first}, max_depths={max_depths})"
+  return FreezeSchedule(num_groups, depth, depths=depths, lasts=lasts, name=name)

@@ -8,14 +8,9 @@ import optax
 
 from optax_boost._form import _protocol, _skipped_steps, _transformation
 from optax_boost._foundation import _arrays, _checks, _conditionals, _types
+from optax_boost._step import _nesting
 
 _METHOD = "switch_after"
-# The requests that a wrapper's state can make about the loss (:mod:`optax_boost._form._protocol`),
-# each with the name of the wrapper.
-_WRAPPERS = {
-  _protocol.LOSS_SCALE: "dynamic_loss_scale",
-  _protocol.FROZEN_GROUPS: "freeze_layers",
-}
 
 
 @_protocol.declares(outcome=("made",))
@@ -26,8 +21,8 @@ class SwitchAfterState(NamedTuple):
     count: scalar int32, calls of ``update``.
     first_state: state of the first transformation; not updated after the switch.
     second_state: state of the second transformation, updated in every step.
-    made: scalar bool, whether the transformation that acted in the last call made a step. If this
-      transformation holds :func:`accumulate`, it makes a step only at the end of a window.
+    made: scalar bool, whether the transformation that acted in the last call made a step. An
+      ``optax.MultiSteps`` makes a step only at the end of a window.
   """
 
   count: _types.IntScalar  # type: ignore[assignment]  # tuples have a method of this name
@@ -56,9 +51,8 @@ def switch_after(
     updates have the wider dtype of the two transformations' updates.
 
   Raises:
-    ValueError: `step` is below zero; in ``init``: `first` or `second` holds
-      :func:`dynamic_loss_scale`, :func:`freeze_layers` or :func:`average_params`, which belong
-      around :func:`switch_after`.
+    ValueError: `step` is below zero; in ``init``: `first` or `second` holds a wrapper such as
+      :func:`accumulate`, which goes around :func:`switch_after`.
 
   Examples:
     >>> import jax.numpy as jnp, optax, optax_boost
@@ -94,16 +88,12 @@ class _SwitchAfter(NamedTuple):
       SwitchAfterState,
       self.init,
       self.act,
-      wraps=(self.first, self.second),
       allows_complex=True,
-      held_state_fields=("first_state", "second_state"),
-      rebuild=lambda first, second: _SwitchAfter(self.step, first, second).transformation(),
     )
 
   def init(self, params: optax.Params) -> SwitchAfterState:
     first_state, second_state = self.first.init(params), self.second.init(params)
-    _refuse_requests("first", first_state)
-    _refuse_requests("second", second_state)
+    _nesting.refuse_steps(_METHOD, (first_state, second_state))
     return SwitchAfterState(
       jnp.zeros([], jnp.int32), first_state, second_state, jnp.zeros([], bool)
     )
@@ -145,16 +135,3 @@ class _SwitchAfter(NamedTuple):
       second_state=_arrays.cast_like(second_state, state.second_state),
       made=made,
     )
-
-
-def _refuse_requests(name: str, state: optax.OptState) -> None:
-  """Raises ValueError if `state` holds the state of a wrapper in ``_WRAPPERS``.
-
-  `name` is the argument of :func:`switch_after` that made the state: "first" or "second".
-  """
-  for node in _protocol.declaring_states(state, "requests"):
-    for request in _WRAPPERS.keys() & set(_protocol.declared(node, "requests")):
-      raise ValueError(
-        f"`switch_after` can't hold a `{request}` in `{name}`: it acts on the loss of every step,"
-        f" before and after the switch. Use `{_WRAPPERS[request]}(switch_after(...))`."
-      )

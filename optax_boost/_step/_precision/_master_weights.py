@@ -8,33 +8,20 @@ from typing import Literal, NamedTuple
 import jax
 import optax
 
-from optax_boost._form import _protocol
 from optax_boost._foundation import _types
-from optax_boost._wrappers._precision import _float32_optimizer
+from optax_boost._step._precision import _float32_optimizer
 
 
-@_protocol.declares(
-  metrics=("master_weights/notfinite_count",), outcome=("made",), skips=("notfinite_count",)
-)
 class MasterWeightsState(NamedTuple):
   """State of :func:`master_weights`.
 
   Attributes:
     master_params: tree of the params' structure, the weights in at least float32.
-    count: scalar int32, steps made.
-    notfinite_count: scalar int32, steps that were skipped since a gradient was not finite, or with
-      ``check="updates"`` since a master or the inner state would not have been finite.
     key: raw key data of the generator for stochastic rounding, or None.
-    inner_state: the inner optimizer's state, made from the masters.
-    made: scalar bool, whether the last call made a step.
   """
 
   master_params: optax.Params
-  count: _types.IntScalar  # type: ignore[assignment]  # tuples have a method of this name
-  notfinite_count: _types.IntScalar
   key: jax.Array | None
-  inner_state: optax.OptState
-  made: _types.BoolScalar
 
 
 def master_weights(

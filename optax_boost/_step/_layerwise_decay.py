@@ -5,30 +5,15 @@ u <- decay^(G - 1 - i) u    for the leaves and layers of group i among 0, ..., G
 
 from collections.abc import Callable
 import dataclasses
-from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import optax
 
-from optax_boost._form import _compositions, _driver, _protocol, _transformation
 from optax_boost._foundation import _arrays, _checks, _types
+from optax_boost._step import _wrapper
 from optax_boost._trace import _layer_groups
 
 _METHOD = "layerwise_decay"
-
-
-@_protocol.declares(outcome=("made",))
-class LayerwiseDecayState(NamedTuple):
-  """State of :func:`layerwise_decay`.
-
-  Attributes:
-    inner_state: the inner optimizer's state.
-    made: scalar bool, whether the last call made a step.
-  """
-
-  inner_state: optax.OptState
-  made: _types.BoolScalar
 
 
 def layerwise_decay(
@@ -72,48 +57,25 @@ def layerwise_decay(
     Clark, Luong, Le, Manning, `ELECTRA <https://arxiv.org/abs/2003.10555>`_, 2020; Bao, Dong, Piao,
     Wei, `BEiT <https://arxiv.org/abs/2106.08254>`_, 2021: decays of 0.65 to 0.75, as in ``timm``.
   """
-  inner = _checks.check_transformation("inner", inner)
-  _checks.check_number("decay", decay, positive=True, maximum=1.0)
+  _checks.check_number("decay", decay, above=0.0, maximum=1.0)
   number_leaves = _layer_groups.numbering(groups, _METHOD)
-  method = _LayerwiseDecay(inner, number_leaves, _layer_groups.count_groups(groups), decay)
-  return _transformation.wrapper(
-    _METHOD, LayerwiseDecayState, method, allows_complex=True, changes="always"
-  )
+  slot = _LayerwiseDecay(number_leaves, _layer_groups.count_groups(groups), decay)
+  return _wrapper.fill(inner, layer_rates=slot)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _LayerwiseDecay:
-  """The checked arguments of :func:`layerwise_decay`."""
+  """The slot of :func:`layerwise_decay`."""
 
-  inner: optax.GradientTransformationExtraArgs
   number_leaves: Callable[[_types.Tree], _types.Tree]
   num_groups: int
   decay: jax.typing.ArrayLike
+  method = _METHOD
 
-  def init(self, params: optax.Params) -> LayerwiseDecayState:
-    self.number_leaves(params)
-    inner_state = self.inner.init(params)
-    if _protocol.declaring_states(inner_state, "exact"):
-      raise ValueError(
-        "`layerwise_decay` can't scale the updates of an optimizer that permutes params, as"
-        " `sgperm` and `laperm` do. Leave `layerwise_decay` out."
-      )
-    return LayerwiseDecayState(inner_state, jnp.zeros([], bool))
+  def scaled(self, updates: optax.Updates, group_numbers: _types.Tree) -> optax.Updates:
+    """Returns the updates times the factor of each group."""
 
-  def before(
-    self, call: _driver.Call, state: LayerwiseDecayState
-  ) -> tuple[_driver.Call, LayerwiseDecayState, None]:
-    def change(
-      tx: optax.GradientTransformationExtraArgs,
-    ) -> optax.GradientTransformationExtraArgs:
-      return _compositions.with_mapped_updates(tx, self._scaled)
-
-    return call._replace(plan=call.plan.with_change(change)), state, None
-
-  after = _driver.pass_on
-
-  def _scaled(self, updates: optax.Updates) -> optax.Updates:
     def scale(i: _layer_groups.GroupNumber, u: jax.Array) -> jax.Array:
       return (_arrays.widen(u) * self.decay ** (self.num_groups - 1 - i)).astype(u.dtype)
 
-    return jax.tree.map(scale, self.number_leaves(updates), updates)
+    return jax.tree.map(scale, group_numbers, updates)

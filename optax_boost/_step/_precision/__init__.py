@@ -9,15 +9,15 @@ Modules:
   _stochastic_rounding  the arguments of ``stochastic_rounding``, and its state
 """
 
-from optax_boost._wrappers._precision._loss_scale import (
+from optax_boost._step._precision._loss_scale import (
   DynamicLossScaleState as DynamicLossScaleState,
   dynamic_loss_scale as dynamic_loss_scale,
 )
-from optax_boost._wrappers._precision._master_weights import (
+from optax_boost._step._precision._master_weights import (
   MasterWeightsState as MasterWeightsState,
   master_weights as master_weights,
 )
-from optax_boost._wrappers._precision._stochastic_rounding import (
+from optax_boost._step._precision._stochastic_rounding import (
   StochasticRoundingState as StochasticRoundingState,
   stochastic_rounding as stochastic_rounding,
 )

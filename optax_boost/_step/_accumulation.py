@@ -1,0 +1,252 @@
+"""Gradient accumulation: the inner optimizer makes one step for the mean of k gradients."""
+
+from collections.abc import Callable
+import dataclasses
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optax_boost._form import _protocol
+from optax_boost._foundation import _arrays, _checks, _types
+from optax_boost._step import _state, _wrapper
+
+_METHOD = "accumulate"
+# The extra arguments that are functions of the params, for one batch.
+_CLOSURES = ("value_fn", "obj_fn", "grad_fn", "full_grad_fn")
+_Every: TypeAlias = int | jax.Array | Callable[[jax.Array], jax.typing.ArrayLike]
+
+
+@_protocol.declares(takes=("weight",))
+class AccumulateState(NamedTuple):
+  """State of :func:`accumulate`.
+
+  Attributes:
+    count: scalar int32, the number of micro-batches so far in the current window; 0 when a window
+      has ended. A window is the micro-batches whose mean gradient the inner optimizer gets.
+    inner_count: scalar int32, the number of calls of the inner optimizer, including skipped steps.
+    weight_sum: scalar float32 (float64 under x64), the sum of the weights in the current window.
+    value_sum: scalar float32 (float64 under x64), the weighted sum of the window's losses.
+    accumulator: tree of the params' structure, the weighted sum of the window's gradients.
+  """
+
+  count: _types.IntScalar  # type: ignore[assignment]  # tuples have a method of this name
+  inner_count: _types.IntScalar
+  weight_sum: _types.FloatScalar
+  value_sum: _types.FloatScalar
+  accumulator: optax.Updates
+
+
+def accumulate(
+  inner: optax.GradientTransformation,
+  every: _Every,
+  *,
+  not_finite: Literal["drop", "keep"] | None = "drop",
+  axis_name: _types.AxisName | None = None,
+) -> optax.GradientTransformationExtraArgs:
+  r"""Averages the gradients of `every` micro-steps before one step of `inner`.
+
+  .. math::
+    G = \frac{\sum_i n_i g_i}{\sum_i n_i}
+
+  for the gradients :math:`g_i` and weights :math:`n_i` of the micro-batches in a window of `every`
+  micro-steps. Use it for batches larger than memory. The inner optimizer is called once per window,
+  so its state, weight decay and schedules advance once per window. The other micro-batches return
+  updates of exactly zero. The sum is kept in at least float32.
+
+  Args:
+    inner: the optimizer that sees the mean gradient.
+    every: the number of micro-steps per inner step, at least 1. Raising it gives larger batches in
+      the same memory, and fewer steps. Or a function: it takes the number of inner steps so far,
+      and returns the number of micro-steps for the next inner step.
+    not_finite: what to do with a micro-batch whose gradient is not finite or makes the sum
+      overflow. ``"drop"`` leaves it out, as if it had never come: it does not count in its window.
+      ``"keep"`` adds the micro-batch, so the mean is not finite, and `inner`, such as
+      ``optax.apply_if_finite``, can skip the step. None: as ``"keep"``. Gradients are then not
+      checked, which saves a pass. With a loss scale, masters or rounding, a micro-batch that is not
+      finite is left out in any case.
+    axis_name: as for :func:`dynamic_loss_scale`; all devices drop the same micro-batches. The
+      weights may differ between devices: if `inner` averages its gradients over the devices
+      (``jax.lax.pmean``), the result is the mean over all examples.
+
+  Returns:
+    An :class:`optax.GradientTransformationExtraArgs`. Its ``update`` takes an optional `weight`,
+    the number of examples or tokens in the micro-batch; the default is 1. The argument `weight` of
+    :func:`make_train_step` sets it. `inner` gets the mean gradient, also as the extra argument
+    `grad`, the mean of the losses as `value`, and the other extra arguments of the window's last
+    micro-batch. The mean gradient has the wider dtype of its gradient and its param; masters and
+    :func:`stochastic_rounding` get it in float32.
+
+  Raises:
+    ValueError: in ``init``: `inner` holds :func:`svrg`, which would compare the mean gradient with
+      a gradient of the last micro-batch alone; in ``update``: `inner` calls `value_fn` or
+      `grad_fn`, as line searches do, unless `every` is 1.
+
+  Examples:
+    >>> import jax.numpy as jnp, optax, optax_boost
+    >>> tx = optax_boost.accumulate(optax.sgd(1.0), every=2)
+    >>> params = jnp.zeros(2)
+    >>> state = tx.init(params)
+    >>> updates, state = tx.update(jnp.array([1.0, 2.0]), state, params)
+    >>> updates.tolist()
+    [0.0, 0.0]
+    >>> updates, state = tx.update(jnp.array([3.0, 6.0]), state, params)
+    >>> updates.tolist(), int(state.inner_count)
+    ([-2.0, -4.0], 1)
+
+  .. note::
+    If one call gets all micro-batches of a step, use ``optax.microbatching``, which needs no buffer
+    between calls. ``optax.MultiSteps`` runs its inner optimizer at every micro-step, and a NaN
+    stays in its accumulator.
+  """
+  if not callable(every):
+    _checks.check_whole_number("every", every)
+  _checks.check_name("not_finite", not_finite, ("drop", "keep"), optional=True)
+  return _wrapper.fill(inner, axis_name, accumulation=_Accumulate(every, not_finite))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Accumulate:
+  """The slot of :func:`accumulate`."""
+
+  every: _Every
+  not_finite: str | None
+  method = _METHOD
+
+  def init(self, params: optax.Params, inner_state: optax.OptState) -> AccumulateState:
+    """Returns an empty window; raises ValueError for an optimizer that calls `grad_fn`."""
+    calls_grad_fn = _protocol.is_requested(inner_state, _protocol.FULL_GRADIENT)
+    if calls_grad_fn and not self._is_off:
+      raise ValueError(
+        "`accumulate` can't hold a method that takes gradients at other params, as `svrg` does:"
+        " these would be of the window's last micro-batch alone. Use larger batches, or"
+        " `optax.microbatching` in the loss."
+      )
+    return AccumulateState(
+      count=jnp.zeros([], jnp.int32),
+      inner_count=jnp.zeros([], jnp.int32),
+      weight_sum=jnp.zeros([], float),
+      value_sum=jnp.zeros([], float),
+      accumulator=_arrays.zeros_like_wide(params),
+    )
+
+  @property
+  def _is_off(self) -> bool:
+    """Returns whether each window certainly is one micro-batch."""
+    return _checks.concrete_number(self.every) == 1
+
+  def take_weight(self, extra_args: _types.ExtraArgs) -> _types.FloatScalar:
+    """Takes the weight of the micro-batch out of the extra arguments."""
+    weight = extra_args.pop("weight", 1.0)
+    largest = float(jnp.finfo(jnp.float32).max)
+    _checks.check_number("weight", weight, minimum=0.0, maximum=largest)
+    return jnp.asarray(weight, float)
+
+  def weight_is_valid(
+    self, state: AccumulateState, weight: _types.FloatScalar
+  ) -> _types.BoolScalar:
+    """Returns whether a weight is at least zero, and the window's sum with it is finite."""
+    return jnp.isfinite(state.weight_sum + weight) & (weight >= 0)
+
+  def addend(
+    self, weight: _types.FloatScalar, state: AccumulateState, grads: optax.Updates
+  ) -> optax.Updates:
+    """Returns what a micro-batch adds to the window's sum: its gradient times its weight."""
+
+    def weighted(total: jax.Array, g: jax.Array) -> jax.Array:
+      return (weight * g.astype(total.dtype)).astype(total.dtype)
+
+    return jax.tree.map(weighted, state.accumulator, grads)
+
+  def add(
+    self,
+    state: AccumulateState,
+    weight: _types.FloatScalar,
+    addend: optax.Updates,
+    value: jax.Array | None,
+    is_good: _types.BoolScalar,
+    axis_name: _types.AxisName | None,
+  ) -> _state.Window:
+    """Adds a micro-batch to its window, if it is good; a bad one is as if it had never come."""
+
+    def add_if(total: jax.Array, x: jax.Array) -> jax.Array:
+      return jnp.where(is_good, total + x, total)
+
+    weight_sum = add_if(state.weight_sum, weight)
+    value_sum = None if value is None else add_if(state.value_sum, weight * value)
+    reached = jnp.where(is_good, state.count + 1, state.count)
+    is_full = is_good & (reached >= _window_length(self.every, state.inner_count))
+    divisor = weight_sum if axis_name is None else jax.lax.pmean(weight_sum, axis_name)
+    is_due = is_full & (divisor > 0)
+    new_state = AccumulateState(
+      count=jnp.where(is_full, 0, reached),
+      inner_count=_arrays.increment_if(is_due, state.inner_count),
+      weight_sum=jnp.where(is_full, 0.0, weight_sum),
+      value_sum=state.value_sum if value_sum is None else jnp.where(is_full, 0.0, value_sum),
+      accumulator=jax.tree.map(add_if, state.accumulator, addend),
+    )
+    return _state.Window(is_due, is_full, weight_sum, divisor, value_sum, new_state)
+
+  def mean(
+    self,
+    window: _state.Window,
+    grads: optax.Updates,
+    extra_args: _types.ExtraArgs,
+    params: optax.Params | None,
+    exact: bool,
+  ) -> tuple[optax.Updates, _types.ExtraArgs]:
+    """Returns the mean gradient of a window, and the extra arguments of the optimizer.
+
+    The mean has the wider dtype of its gradient and its param, and the accumulator's if `exact`.
+    """
+
+    def mean(total: jax.Array, g: jax.Array, p: jax.Array) -> jax.Array:
+      quotient = _arrays.divide(total, window.divisor)
+      return quotient if exact else quotient.astype(jnp.promote_types(g.dtype, p.dtype))
+
+    like = grads if params is None else params
+    means = jax.tree.map(mean, window.state.accumulator, grads, like)
+    if self._is_off:
+      return means, extra_args | ({"grad": means} if "grad" in extra_args else {})
+    replaced = {"grad": means} | dict.fromkeys(_CLOSURES, _refused)
+    if window.value_sum is not None:
+      replaced["value"] = window.value_sum / window.divisor
+    present = {name for name, value in extra_args.items() if value is not None}
+    return means, extra_args | {k: v for k, v in replaced.items() if k in present}
+
+  def close(
+    self,
+    window: _state.Window,
+    made: _types.BoolScalar,
+    compute_if: Callable[..., tuple[Any, ...]],
+  ) -> AccumulateState:
+    """Returns the state after a call; a window that is full, or whose step was made, is emptied."""
+    ends = window.is_full | made
+
+    def emptied(total: optax.Updates) -> tuple[optax.Updates]:
+      # XLA 14: if the result did not depend on `t`, all leaves would copy one array of zeros.
+      return (jax.tree.map(lambda t: jnp.where(ends, jnp.zeros_like(t), t), total),)
+
+    _, accumulator = compute_if(ends, emptied, window.state.accumulator)
+    return window.state._replace(accumulator=accumulator)
+
+
+def _refused(*args: Any, **kwargs: Any) -> None:
+  """Stands for the loss as a function of params, which a window does not have."""
+  raise ValueError(
+    "`accumulate` can't hold an optimizer that calls `value_fn` or `grad_fn`, as line searches do:"
+    " these are functions of the window's last micro-batch alone. Use larger batches, or"
+    " `optax.microbatching` in the loss."
+  )
+
+
+def _window_length(every: _Every, inner_count: _types.IntScalar) -> _types.IntScalar:
+  """Returns the number of micro-steps in the window that follows `inner_count` inner steps."""
+  length = every(inner_count) if callable(every) else every
+  if jnp.shape(length) != ():
+    raise ValueError(
+      "`every` must return a scalar, the number of micro-steps in a window; got an array of shape"
+      f" {jnp.shape(length)}."
+    )
+  return jnp.asarray(length)

@@ -1,0 +1,410 @@
+"""One step of an optimizer with its slots, from top to bottom: :func:`init` and :func:`run`.
+
+:func:`run` reads as a list: take the arguments, judge the batch, add it to its window, make the
+optimizer's step if it is due, then average and count. Each line is a function of this module, whose
+formulas stand in the slots' modules.
+
+A step either returns updates (``tx.update``), and ``lax.cond`` makes the optimizer's step, which
+has a reverse-mode derivative; or it returns the new params (``apply_gradients``, the train step),
+and a while loop of at most one iteration makes the optimizer's step in place (XLA 10), so that a
+skipped step costs nothing. XLA materializes the inputs of a loop. So arithmetic on gradients that
+only the optimizer's step needs stands in functions that :func:`_make` calls inside of the loop.
+"""
+
+from collections.abc import Callable, Sequence
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optax_boost._form import _exact_params, _finiteness, _protocol, _skipped_steps
+from optax_boost._foundation import (
+  _arrays,
+  _conditionals,
+  _extra_args,
+  _mesh_axes,
+  _trees,
+  _types,
+)
+from optax_boost._step import _kept_leaves, _nesting, _slots, _state
+
+# The params; with masters or rounding, the pair of the params and the masters (or None).
+_Stored = Any
+
+
+def init(step: _slots.Step, params: optax.Params) -> _state.StepState:
+  """Returns the initial state of a step."""
+  kept = _kept_leaves.kept_by(step, params)
+  kept_params = kept.take(params)
+  wide = kept_params
+  if step.scaling or step.precision:
+    wide = _arrays.copy_arrays(kept_params, _arrays.accumulator_dtype)
+  inner_state = step.inner.init(wide)
+  _nesting.check_below(step, inner_state, params)
+  # Each field has an array of its own, since a call can't donate one array twice.
+  fields: dict[str, Any] = {"count": jnp.zeros([], jnp.int32), "made": jnp.zeros([], bool)}
+  if step.leaves_out:
+    fields["left_out"] = _state.LeftOutState(jnp.zeros([], jnp.int32))
+  if step.accumulation:
+    fields["accumulation"] = step.accumulation.init(kept_params, inner_state)
+  if step.scaling:
+    fields["scaling"] = step.scaling.init()
+  if step.precision:
+    fields["precision"] = step.precision.init(wide)
+  if step.averaging:
+    fields["averaging"] = step.averaging.init(params)
+  if step.layer_rates:
+    step.layer_rates.number_leaves(params)  # checks that the groups are of these params
+  if step.spikes:
+    fields["spikes"] = step.spikes.init()
+  if step.freezing:
+    fields["freezing"] = step.freezing.init(step.inner, inner_state, params, kept)
+  return _state.StepState(inner_state, **fields)
+
+
+def run(
+  step: _slots.Step,
+  grads: optax.Updates,
+  state: _state.StepState,
+  params: optax.Params | None,
+  extra_args: _types.ExtraArgs,
+  *,
+  in_place: bool,
+) -> tuple[Any, _state.StepState]:
+  """Makes a step; returns the new params if `in_place`, else the updates; and the new state."""
+  batch = _take(step, state, grads, params, extra_args)
+  verdict = _judge(step, state, batch)
+  window = _add(step, state, batch, verdict.is_good)
+  passes = _check_result(step, state, batch, window, in_place)
+  is_due = _conditionals.both(window.is_due, passes)
+  made, stored, inner_state = _make_if(step, state, batch, window, is_due, in_place)
+  count = _arrays.increment_if(made, state.count)
+  is_finite = jnp.asarray(_conditionals.both(verdict.all_finite, passes))
+  fields: dict[str, Any] = {"made": made, "count": count}
+  if step.leaves_out:
+    counted = _arrays.increment_if(~is_finite, state.left_out.notfinite_count)
+    fields["left_out"] = _state.LeftOutState(counted)
+  if step.accumulation:
+    empty = functools.partial(_compute_if, in_place)
+    fields["accumulation"] = step.accumulation.close(window, made, empty)
+  if step.scaling:
+    fields["scaling"] = step.scaling.next(state.scaling, verdict.all_finite)
+  if step.precision:
+    fields["precision"] = step.precision.next(state.precision, stored[1])
+  if step.averaging:
+    is_bad = ~is_finite | verdict.is_spike
+    statistics = _good_statistics(batch, is_bad, state.inner_state, inner_state)
+    new_params = _new_params(step, batch, stored, in_place)
+    fields["averaging"] = step.averaging.averaged(
+      state.averaging, count, made, statistics, *new_params
+    )
+  if step.spikes:
+    fields["spikes"] = verdict.spikes
+  if step.freezing:
+    fields["freezing"] = batch.frozen.next(state, inner_state, count, made)
+  result = _result(step, batch, stored, in_place)
+  return result, state._replace(inner_state=inner_state, **fields)
+
+
+class _Batch(NamedTuple):
+  """The arguments of a step.
+
+  Attributes:
+    all_grads: the gradients of all leaves.
+    params: the params, or None.
+    kept: takes the leaves that some step trains from a tree like the params, and puts them back.
+    grads: the gradients of the kept leaves.
+    extra_args: the extra arguments for the kept leaves, without the step's own.
+    frozen: the functions of a step with frozen layers, or None.
+    weight: the weight of the micro-batch in its window, or None.
+    addend: a tree that the micro-batch adds to its window, or None.
+    statistics: the mutable statistics after the forward pass, if they are averaged, by path.
+  """
+
+  all_grads: optax.Updates
+  params: optax.Params | None
+  kept: _kept_leaves.KeptLeaves
+  grads: optax.Updates
+  extra_args: _types.ExtraArgs
+  frozen: Any
+  weight: _types.FloatScalar | None = None
+  addend: optax.Updates | None = None
+  statistics: dict[str, jax.Array] | None = None
+
+
+def _take(
+  step: _slots.Step,
+  state: _state.StepState,
+  grads: optax.Updates,
+  params: optax.Params | None,
+  extra_args: _types.ExtraArgs,
+) -> _Batch:
+  """Takes the step's own extra arguments, and leaves out the leaves that no step trains."""
+  extra_args = dict(extra_args)
+  kept = _kept_leaves.kept_by(step, grads, state.inner_state)
+  frozen = step.freezing and step.freezing.at(step.inner, state, grads, kept)
+  statistics = step.averaging and step.averaging.new_statistics(extra_args)
+  weight = step.accumulation and step.accumulation.take_weight(extra_args)
+  arguments = kept.take(grads), kept.take_arguments(extra_args, params)
+  batch = _Batch(grads, params, kept, *arguments, frozen, weight, None, statistics)
+  if not step.accumulation:
+    return batch
+  unscaled, _ = _unscaled(step, state, batch)
+  return batch._replace(addend=step.accumulation.addend(weight, state.accumulation, unscaled))
+
+
+def _unscaled(
+  step: _slots.Step, state: _state.StepState, batch: _Batch
+) -> tuple[optax.Updates, _types.ExtraArgs]:
+  """Returns the gradients and extra arguments in float32, divided by the loss scale."""
+  arguments = batch.grads, batch.extra_args
+  if step.precision:
+    arguments = step.precision.widened(*arguments, batch.kept.take(batch.params))
+  if step.scaling:
+    unscale = functools.partial(step.scaling.unscale, state.scaling.loss_scale)
+    arguments = _extra_args.map_gradients(unscale, *arguments)
+  return arguments
+
+
+class _Verdict(NamedTuple):
+  """What the step finds of a batch.
+
+  Attributes:
+    all_finite: whether its gradient, its weight and its norm are finite.
+    is_spike: whether its gradient's norm is a spike.
+    is_good: whether the batch counts; Python's True if nothing was judged.
+    spikes: the new state of :func:`skip_spikes`, or None.
+  """
+
+  all_finite: _types.BoolScalar
+  is_spike: _types.BoolScalar
+  is_good: _types.Condition
+  spikes: Any = None
+
+
+def _judge(step: _slots.Step, state: _state.StepState, batch: _Batch) -> _Verdict:
+  """Judges a batch, once on all devices. A bad batch changes nothing but counters and the scale."""
+  is_finite: _types.Condition = True
+  if step.checks_gradients and jax.tree.leaves(batch.grads):
+    is_finite = _gradients_are_finite(step, state, batch)
+  if step.accumulation:
+    valid = step.accumulation.weight_is_valid(state.accumulation, batch.weight)
+    is_finite = _conditionals.both(is_finite, valid)
+  if is_finite is not True:
+    is_finite = _mesh_axes.on_all_devices(is_finite, step.axis_name, step.method)
+  if not step.spikes:
+    return _Verdict(jnp.asarray(is_finite), jnp.asarray(False), is_finite)
+  squares = jnp.asarray(_arrays.sum_squares_of_tree(batch.grads), jnp.float32)
+  if step.scaling:
+    squares = squares / state.scaling.loss_scale / state.scaling.loss_scale
+  if step.axis_name is not None:
+    _mesh_axes.require_axis("axis_name", step.axis_name, step.spikes.method)
+    squares = jax.lax.pmean(squares, step.axis_name)
+  is_spike, norm_is_finite, spikes = step.spikes.judge(state.spikes, squares)
+  is_good = _conditionals.both(is_finite, norm_is_finite & ~is_spike)
+  return _Verdict(is_finite & norm_is_finite, is_spike, is_good, spikes)
+
+
+def _gradients_are_finite(
+  step: _slots.Step, state: _state.StepState, batch: _Batch
+) -> _types.BoolScalar:
+  """Returns whether the unscaled gradients, or the sum in the window, are finite on this device."""
+  if step.accumulation:
+    return _finiteness.sum_is_finite(state.accumulation.accumulator, batch.addend)
+  if not step.scaling:
+    return _finiteness.all_finite(batch.grads)
+  scale = state.scaling.loss_scale
+  return _finiteness.all_finite(batch.grads, scale, functools.partial(step.scaling.unscale, scale))
+
+
+def _add(
+  step: _slots.Step, state: _state.StepState, batch: _Batch, is_good: _types.Condition
+) -> _state.Window:
+  """Adds a good micro-batch to its window; without windows, each good batch makes a step."""
+  if not step.accumulation:
+    return _state.Window(is_good)
+  value = batch.extra_args.get("value")
+  addends = batch.weight, batch.addend, value
+  return step.accumulation.add(state.accumulation, *addends, is_good, step.axis_name)
+
+
+def _arguments(
+  step: _slots.Step, state: _state.StepState, batch: _Batch, window: _state.Window
+) -> tuple[optax.Updates, _types.ExtraArgs]:
+  """Returns what the optimizer gets: the mean of the window, with zeros for frozen layers."""
+  arguments = _unscaled(step, state, batch)
+  if step.accumulation:
+    below = _trees.find_states(state.inner_state, _state.StepState)
+    exact = any(inner.precision is not None for inner in below)
+    kept_params = batch.kept.take(batch.params)
+    arguments = step.accumulation.mean(window, *arguments, kept_params, exact)
+    if _protocol.takes(state.inner_state, "weight"):
+      arguments[1]["weight"] = window.weight_sum  # an `accumulate` in a part of the params
+  if batch.frozen:
+    arguments = _extra_args.map_gradients(batch.frozen.zero, *arguments)
+  return arguments
+
+
+def _update(
+  step: _slots.Step,
+  state: _state.StepState,
+  batch: _Batch,
+  window: _state.Window,
+  params: optax.Params | None,
+  inner_state: optax.OptState,
+) -> tuple[optax.Updates, optax.OptState]:
+  """Calls the optimizer's ``update``; multiplies the updates by the rate of each layer."""
+  grads, extra_args = _arguments(step, state, batch, window)
+  update = batch.frozen.update if batch.frozen else step.inner.update
+  updates, inner_state = update(grads, inner_state, params, **extra_args)
+  if step.layer_rates:
+    groups = batch.kept.take(step.layer_rates.number_leaves(batch.all_grads))
+    updates = step.layer_rates.scaled(updates, groups)
+  if step.scaling and not step.precision:
+    updates = step.scaling.cast(updates, batch.grads, batch.kept.take(batch.params))
+  return updates, inner_state
+
+
+def _make(
+  step: _slots.Step,
+  state: _state.StepState,
+  batch: _Batch,
+  window: _state.Window,
+  stored: _Stored,
+  inner_state: optax.OptState,
+  *,
+  applies: bool,
+) -> tuple[_Stored, optax.OptState]:
+  """Makes the optimizer's step; returns the new stored params if it `applies`, else the updates."""
+  params = _read(step, batch, stored)
+  updates, inner_state = _update(step, state, batch, window, params, inner_state)
+  if not applies:
+    return updates, inner_state
+  new = _exact_params.apply_updates(params, updates, inner_state)
+  if not step.precision:
+    return batch.kept.put(stored, new), inner_state
+  kept = batch.kept.take(stored[0]), stored[1]
+  rounded, masters = step.precision.write(state.precision, kept, new, params, state.count)
+  return (batch.kept.put(stored[0], rounded), masters), inner_state
+
+
+def _read(step: _slots.Step, batch: _Batch, stored: _Stored) -> optax.Params | None:
+  """Returns the params that the optimizer sees: masters, params in float32, or the params."""
+  if not step.precision:
+    return batch.kept.take(stored)
+  params, masters = stored
+  return step.precision.read(batch.kept.take(params), masters)
+
+
+def _stored(step: _slots.Step, state: _state.StepState, batch: _Batch) -> _Stored:
+  """Returns the params, and beside them the masters if the step rounds the params."""
+  if not step.precision:
+    return batch.params
+  return batch.params, step.precision.masters(state.precision)
+
+
+def _check_result(
+  step: _slots.Step,
+  state: _state.StepState,
+  batch: _Batch,
+  window: _state.Window,
+  in_place: bool,
+) -> _types.Condition:
+  """Returns whether the params and the state after a due step would be finite, on all devices."""
+  if not step.checks_updates:
+    return True
+
+  def check(_: jax.Array) -> tuple[jax.Array]:
+    old = _read(step, batch, _stored(step, state, batch))
+    updates, inner_state = _update(step, state, batch, window, old, state.inner_state)
+    # The check sees the new state in the dtypes in which it is kept, since a number that is finite
+    # in float32 may be infinite in float16.
+    inner_state = _arrays.cast_like(inner_state, state.inner_state)
+    before, after = jax.tree.map(jnp.zeros_like, updates), updates
+    if old is not None:
+      before, after = old, optax.apply_updates(old, updates)
+    is_sound = _finiteness.none_lost(after, before, inner_state, state.inner_state)
+    return (_mesh_axes.on_all_devices(is_sound, step.axis_name, step.method),)
+
+  if window.is_due is True:
+    return check(jnp.asarray(True))[0]
+  return _compute_if(in_place, window.is_due, check, jnp.asarray(True))[1]
+
+
+def _make_if(
+  step: _slots.Step,
+  state: _state.StepState,
+  batch: _Batch,
+  window: _state.Window,
+  is_due: _types.Condition,
+  in_place: bool,
+) -> tuple[_types.BoolScalar, _Stored, optax.OptState]:
+  """Makes the optimizer's step if it is due; returns whether it was made, and as :func:`_make`."""
+  applies = in_place or step.precision is not None
+  make = functools.partial(_make, step, state, batch, window, applies=applies)
+  stored = _stored(step, state, batch)
+  made: _types.Condition = is_due
+  if is_due is True:
+    result, inner_state = make(stored, state.inner_state)
+  elif applies:
+    made, result, inner_state = _compute_if(in_place, is_due, make, stored, state.inner_state)
+  else:
+    make_state = functools.partial(make, stored)
+    result, inner_state = _conditionals.update_if(is_due, make_state, state.inner_state)
+  # A wrapper of optax inside, such as `optax.MultiSteps`, may not have made its step.
+  inner_made = _skipped_steps.made_step(state.inner_state, inner_state)
+  made = _conditionals.both(made, inner_made if isinstance(inner_made, jax.Array) else True)
+  return jnp.asarray(made), result, inner_state
+
+
+def _good_statistics(
+  batch: _Batch, is_bad: _types.BoolScalar, before: optax.OptState, after: optax.OptState
+) -> dict[str, jax.Array]:
+  """Returns the statistics to average: NaN, which no average takes in, if a batch is left out."""
+  if not batch.statistics:
+    return {}
+  # A wrapper of optax inside, such as `optax.apply_if_finite`, may have left the batch out.
+  left_out = _skipped_steps.left_out(before, after)
+  is_bad = is_bad if left_out is None else is_bad | left_out
+  return _conditionals.nan_if(is_bad, batch.statistics)
+
+
+def _result(step: _slots.Step, batch: _Batch, stored: _Stored, in_place: bool) -> Any:
+  """Returns the new params if the step is made in place, else the updates."""
+  if step.precision:
+    params, _ = stored
+    return params if in_place else step.precision.difference(params, batch.params)
+  return stored if in_place else batch.kept.fill(batch.all_grads, stored)
+
+
+def _new_params(
+  step: _slots.Step, batch: _Batch, stored: _Stored, in_place: bool
+) -> tuple[Any, ...]:
+  """Returns ``function, *operands``: calling the function gives the new params, or the masters."""
+  if not step.precision:
+    if in_place:
+      return (lambda params: params), stored
+    return optax.apply_updates, batch.params, _result(step, batch, stored, in_place)
+
+  def widen(params: optax.Params, masters: optax.Params | None) -> optax.Params:
+    wide = step.precision.wide(params)
+    return wide if masters is None else batch.kept.put(wide, masters)
+
+  return widen, *stored
+
+
+def _compute_if(
+  in_place: bool, condition: _types.Condition, function: Callable[..., Sequence[Any]], *carry: Any
+) -> tuple[Any, ...]:
+  """Returns ``(condition, *function(*carry))`` if `condition`, else ``(condition, *carry)``."""
+  if in_place:
+    return _conditionals.once_if(condition, function, *carry)
+
+  def call(*carry: Any) -> tuple[Any, ...]:
+    return tuple(_arrays.cast_like(tuple(function(*carry)), carry))
+
+  if jax.sharding.get_abstract_mesh().manual_axes:
+    carry = jax.tree.map(_mesh_axes.vary, carry, jax.eval_shape(call, *carry))
+  return condition, *_conditionals.cond(condition, call, lambda *carry: carry, *carry)

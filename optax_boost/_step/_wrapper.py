@@ -1,0 +1,105 @@
+""":func:`fill`: what each wrapper's function returns, an optimizer with one more slot filled."""
+
+from collections.abc import Callable
+import dataclasses
+from typing import Any
+
+import optax
+
+from optax_boost._form import _form
+from optax_boost._foundation import _arrays, _checks, _extra_args, _mesh_axes, _types
+from optax_boost._step import _run, _slots, _state
+
+
+def fill(
+  inner: optax.GradientTransformation,
+  axis_name: _types.AxisName | None = None,
+  **slots: Any,
+) -> optax.GradientTransformationExtraArgs:
+  """Returns `inner` with a slot filled; raises ValueError if the slot is filled already."""
+  inner = _checks.check_transformation("inner", inner)
+  _mesh_axes.check_axis_name("axis_name", axis_name)
+  step = _slots.step_of(inner) or _slots.Step(inner)
+  for name, slot in slots.items():
+    present = getattr(step, name)
+    if present is not None:
+      raise ValueError(
+        f"`{slot.method}` can't be put around an optimizer that has `{present.method}` already:"
+        " an optimizer makes one step, in which each wrapper acts once. Leave one of the two out."
+      )
+  if None not in (axis_name, step.axis_name) and axis_name != step.axis_name:
+    raise ValueError(
+      "All wrappers around an optimizer must have the same `axis_name`; got"
+      f" {axis_name!r} and {step.axis_name!r}."
+    )
+  return as_transformation(
+    dataclasses.replace(step, axis_name=step.axis_name or axis_name, **slots)
+  )
+
+
+def replace_inner(
+  tx: optax.GradientTransformation,
+  function: Callable[[optax.GradientTransformation], optax.GradientTransformation],
+) -> optax.GradientTransformationExtraArgs:
+  """Returns `tx` with ``function(inner)`` in place of the optimizer in its step.
+
+  If `tx` is not a step, returns ``function(tx)``.
+  """
+  step = _slots.step_of(tx)
+  if step is None:
+    return optax.with_extra_args_support(function(tx))
+  inner = optax.with_extra_args_support(function(step.inner))
+  return as_transformation(dataclasses.replace(step, inner=inner))
+
+
+def as_transformation(step: _slots.Step) -> optax.GradientTransformationExtraArgs:
+  """Returns the transformation whose ``update`` makes the step."""
+  form = _form.Form(
+    step.method,
+    _state.StepState,
+    needs_params=bool(step.precision or step.averaging),
+    allows_complex=step.precision is None,
+    # The params of `optax.lookahead` are a pair, the gradients are not.
+    allows_pairs=set(step.slots) == {"averaging"},
+    step=step,
+  )
+  # The messages name the wrapper that asks for something.
+  for_leaves = _named(form, step.precision)
+  for_params = _named(form, step.precision or step.averaging)
+
+  # `layerwise_decay` is the only wrapper without a state.
+  stateful = {name for name in step.slots if name != "layer_rates"}
+
+  def check(updates: optax.Updates, state: optax.OptState, params: optax.Params | None) -> None:
+    (for_params if params is None else for_leaves).check(updates, state, params)
+    filled = {name for name in _state.SLOTS if getattr(state, name) is not None}
+    if filled != stateful:
+      required, got = (", ".join(sorted(names)) or "no slot" for names in (stateful, filled))
+      raise TypeError(
+        f"`{step.method}` needs the state that its own `init` made, with the slots {required}; got"
+        f" one with {got}. Pass what `tx.init(params)` returns, or a checkpoint that is restored"
+        " into its structure."
+      )
+
+  def init(params: optax.Params) -> optax.OptState:
+    for_leaves.check_leaves(params)
+    return _run.init(step, _arrays.as_jax(params))
+
+  def update(
+    updates: optax.Updates,
+    state: optax.OptState,
+    params: optax.Params | None = None,
+    **extra_args: Any,
+  ) -> tuple[optax.Updates, optax.OptState]:
+    updates, params = _arrays.as_jax((updates, params))
+    check(updates, state, params)
+    extra_args = _extra_args.as_jax_gradients(extra_args)
+    return _run.run(step, updates, state, params, extra_args, in_place=False)
+
+  update.form = form  # type: ignore[attr-defined]
+  update.check = check  # type: ignore[attr-defined]
+  return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _named(form: _form.Form, slot: Any) -> _form.Form:
+  return form if slot is None else dataclasses.replace(form, method=slot.method)
