@@ -98,8 +98,10 @@ def trace_flow(program: _types.Jaxpr, num_leaves: int, data: Sequence[bool | Non
     if analysis.num_meetings > 1:
       break
 
+  leaves_in = functools.cache(_leaves_in)  # most leaves have the upstream leaves of another one
+
   def as_sets(upstream: dict[int, int]) -> tuple[frozenset[int], ...]:
-    return tuple(_leaves_in(upstream.get(leaf, 0)) for leaf in range(num_leaves))
+    return tuple(leaves_in(upstream.get(leaf, 0)) for leaf in range(num_leaves))
 
   loop_leaves = (_leaves_in(leaves) for leaves in dict.fromkeys(analysis.loops))
   ever = as_sets(analysis.ever_upstream)
