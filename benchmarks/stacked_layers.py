@@ -49,7 +49,7 @@ holds for all layers of a leaf, so the row sets the updates of the first {_HALF}
 
 Ratios are medians of the ratios within a round to the step of plain optax without freezing, of
 processor time. GFLOPs are XLA's, which counts the body of a scan once. State: the optimizer's;
-`freeze_layers` keeps the moments of frozen layers, for they may thaw."""
+`freeze_layers` keeps no moments of layers that no step trains."""
 
 
 def block(h: jax.Array, w: Any) -> tuple[jax.Array, None]:

@@ -85,7 +85,8 @@ def compile_train_step(chip: chips.Chip, step: Any, arrays: Any, batch: Any) -> 
   state = abstract
   if hasattr(state.opt_state, "frozen_groups"):
     # Known, so that the program for this depth is compiled.
-    state = state._replace(opt_state=state.opt_state._replace(frozen_groups=np.int32(1)))
+    frozen = state.opt_state.freezing._replace(frozen_groups=np.int32(1))
+    state = state._replace(opt_state=state.opt_state._replace(freezing=frozen))
   return abstract, step.lower(state, jax.tree.map(place, batch)).compile()
 
 
