@@ -5,9 +5,9 @@
 """
 
 from collections.abc import Callable, Sequence
-import functools
 from typing import TypeAlias
 import warnings
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -66,9 +66,13 @@ def check(
   leaves, structure = jax.tree.flatten((opt_state, params))
   types = tuple((jnp.shape(leaf), jnp.result_type(leaf)) for leaf in leaves)
   try:
-    difference = _difference(tx.init, structure, types)
-  except TypeError:  # an `init` that has no hash
-    difference = _difference.__wrapped__(tx.init, structure, types)
+    differences = _DIFFERENCES.setdefault(tx.init, {})
+  except TypeError:  # an `init` that has no hash, or to which there are no weak references
+    differences = {}
+  key = hash((structure, types))
+  if key not in differences:
+    differences[key] = _difference(tx.init, structure, types)
+  difference = differences[key]
   if difference:
     raise ValueError(
       "The optimizer state must be the one that this transformation's `init` made of these params;"
@@ -77,7 +81,11 @@ def check(
     )
 
 
-@functools.lru_cache(maxsize=256)
+# The result of :func:`_difference` for each `init`, by the hash of the types. This keeps no `init`
+# alive, which may close over arrays, and no structure of a state, which may refer to an `init`.
+_DIFFERENCES = weakref.WeakKeyDictionary[Callable[[optax.Params], optax.OptState], dict[int, str]]()
+
+
 def _difference(
   init: Callable[[optax.Params], optax.OptState],
   structure: _types.TreeDef,

@@ -2,6 +2,7 @@
 
 import operator
 from typing import NamedTuple
+import weakref
 
 import jax
 import optax
@@ -17,14 +18,14 @@ class _Remembered(NamedTuple):
   """What a :class:`DepthReader` remembers about an optimizer state that a step returned.
 
   Attributes:
-    arrays: the arrays in the freezing wrapper's state, without the arrays of its inner states. If a
-      user replaces one of these arrays, the reader reads the number of groups from the device
-      again.
+    arrays: weak references to the arrays in the freezing wrapper's state, without the arrays of its
+      inner states. If a user replaces one of these arrays, the reader reads the number of groups
+      from the device again.
     depth: the number of groups that were frozen in the step that returned the state.
     steps: how many of the next steps certainly freeze the same number of groups.
   """
 
-  arrays: list[jax.Array]
+  arrays: list[weakref.ref[jax.Array]]
   depth: int
   steps: int
 
@@ -65,7 +66,9 @@ class DepthReader:
     if isinstance(arrays[0], jax.core.Tracer | jax.ShapeDtypeStruct):
       return None, 0
     remembered = self._remembered.pop(id(arrays[0]), None)
-    if remembered is None or list(map(id, remembered.arrays)) != list(map(id, arrays)):
+    if remembered is None or any(
+      ref() is not array for ref, array in zip(remembered.arrays, arrays, strict=True)
+    ):
       return read_scalars(state.frozen_groups)[0], 1
     if remembered.steps > 0:
       return remembered.depth, remembered.steps
@@ -85,7 +88,7 @@ class DepthReader:
     arrays = jax.tree.leaves(self._fields(state))
     if len(self._remembered) >= _MOST_REMEMBERED:
       self._remembered.pop(next(iter(self._remembered)), None)
-    self._remembered[id(arrays[0])] = _Remembered(arrays, depth, steps - 1)
+    self._remembered[id(arrays[0])] = _Remembered(list(map(weakref.ref, arrays)), depth, steps - 1)
 
 
 def read_scalars(scalars: _types.Tree) -> list[int]:

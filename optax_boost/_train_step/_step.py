@@ -73,9 +73,14 @@ class TrainStep:
       return _state_placement.place_abstract(state, params, model_state)
     params, model_state = jax.tree.map(jnp.array, (params, model_state))
     _tree_checks.check_inexact(params, "make_train_step", _tree_checks.KEEP_OUT)
-    state = _train_state.TrainState(
-      params, self.computation.tx.init(params), model_state, jnp.zeros([], jnp.int32)
-    )
+    # The optimizer may close over arrays of its state. In a loop, so that each array that only the
+    # state holds is freed when it is copied.
+    leaves, structure = jax.tree.flatten(self.computation.tx.init(params))
+    for i, leaf in enumerate(leaves):
+      leaves[i] = jnp.array(leaf)
+      del leaf
+    opt_state = jax.tree.unflatten(structure, leaves)
+    state = _train_state.TrainState(params, opt_state, model_state, jnp.zeros([], jnp.int32))
     return _state_placement.canonicalize_state(state)
 
   def __call__(

@@ -1,0 +1,104 @@
+"""Nothing of a dropped training stays alive, and no array of the user is donated."""
+
+import functools
+import gc
+import weakref
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optax_boost
+
+X = jnp.ones(3)
+GROUPS = ["body", "head"]
+
+
+def loss_fn(params, x):
+  return sum(jnp.mean((leaf - x) ** 2) for leaf in jax.tree.leaves(params))
+
+
+def anchored(anchor):
+  """An optimizer that pulls towards an anchor, which its state holds."""
+
+  def update(grads, state, params=None):
+    return jax.tree.map(lambda g, p, a: -0.1 * (g + p - a), grads, params, state), state
+
+  return optax.GradientTransformation(lambda params: anchor, update)
+
+
+def by_train_step(tx, params):
+  step = optax_boost.make_train_step(loss_fn, tx)
+  state = step.init(params)
+  for _ in range(2):
+    state, _ = step(state, X)
+
+
+def by_apply_gradients(tx, params):
+  state = tx.init(params)
+  for _ in range(2):
+    params, state = optax_boost.apply_gradients(tx, params, state, params)
+
+
+@pytest.mark.parametrize("train", [by_train_step, by_apply_gradients])
+@pytest.mark.parametrize("wrapper", ["none", "accumulate"])
+def test_the_arrays_that_an_optimizer_closes_over_are_freed_with_it(train, wrapper):
+  anchor = jnp.arange(3.0)
+  tx = anchored(anchor)
+  if wrapper == "accumulate":
+    tx = optax_boost.accumulate(tx, 2)
+  train(tx, jnp.ones(3))
+  kept = weakref.ref(anchor)
+  del anchor, tx
+  gc.collect()
+  assert kept() is None
+
+
+def test_the_moments_of_dropped_states_are_freed():
+  inner = {
+    "chain": optax.adam(0.1),
+    "named_chain": optax.named_chain(("adam", optax.adam(0.1))),
+  }
+  for name, optimizer in inner.items():
+    size = 777
+    tx = optax_boost.freeze_layers(optimizer, GROUPS, optax_boost.fixed_freezing(2, 1))
+    step = optax_boost.make_train_step(loss_fn, tx)
+    for _ in range(3):
+      state = step.init({group: jnp.ones(size) for group in GROUPS})
+      for _ in range(2):
+        state, _ = step(state, jnp.ones(size))
+      del state
+    gc.collect()
+    assert not [a for a in jax.live_arrays() if a.shape == (size,)], name
+
+
+@pytest.mark.parametrize(
+  "make",
+  [
+    lambda array: anchored(array),
+    lambda array: optax.chain(optax.clip(1.0), anchored(array)),
+    lambda array: optax_boost.accumulate(anchored(array), 2),
+  ],
+)
+def test_a_train_step_donates_no_array_that_the_optimizer_closes_over(make):
+  array = jnp.arange(3.0)
+  step = optax_boost.make_train_step(loss_fn, make(array))
+  runs = []
+  for _ in range(2):
+    state = step.init(jnp.ones(3))
+    for _ in range(4):
+      state, _ = step(state, X)
+    runs.append(state.params)
+  assert not array.is_deleted()
+  np.testing.assert_array_equal(*runs)
+
+
+def test_the_key_of_add_noise_serves_two_runs():
+  key = jax.random.key(0)
+  step = optax_boost.make_train_step(
+    loss_fn, optax.chain(optax.add_noise(0.1, 0.5, key), optax.sgd(0.1))
+  )
+  states = [functools.reduce(lambda s, _: step(s, X)[0], range(2), step.init(X)) for _ in range(2)]
+  np.testing.assert_array_equal(*(state.params for state in states))
