@@ -115,10 +115,10 @@ def _trace_model(
   norms = _model.modules(copy, nnx.BatchNorm)
   for path, norm in norms.items():
     _remove(norm, path)
-  graphdef, params, state = _model.split(nnx.Param, copy)
+  structure, params, state = _model.split(nnx.Param, copy)
 
   def apply(params: _types.Params, state: _model.Collections, *args: Any, **kwargs: Any) -> Any:
-    return _model.merge(graphdef, params, state)[0](*args, **kwargs)
+    return _model.merge(structure, params, state)[0](*args, **kwargs)
 
   return _less_bn.Trace(
     _less_bn.trace_data_graphs(apply, params, state, args, kwargs),

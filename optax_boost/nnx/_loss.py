@@ -61,13 +61,13 @@ def split_loss(
   """
   _checks.check_callable("loss_fn", loss_fn, "loss_fn(model, batch)")
   _model.check(model)
-  graphdef, params, model_state = _model.split(wrt, model)
-  return pure_loss(loss_fn, graphdef, wrt, may_change=False), params, model_state
+  structure, params, model_state = _model.split(wrt, model)
+  return pure_loss(loss_fn, structure, wrt, may_change=False), params, model_state
 
 
 def pure_loss(
   loss_fn: _types.LossFn,
-  graphdef: nnx.GraphDef,
+  structure: _model.Structure,
   wrt: _model.Filter,
   *,
   has_key: bool = False,
@@ -75,7 +75,7 @@ def pure_loss(
 ) -> _types.LossFn:
   """Turns ``loss_fn(model, batch[, rng])`` into a pure loss that also returns the model state.
 
-  `graphdef` is the model's structure, and `wrt` is the filter of the trained variables. If
+  `structure` is the model's structure, and `wrt` is the filter of the trained variables. If
   `has_key`, the pure loss passes its key to `loss_fn`.
 
   If `may_change`, the forward pass may change the model's structure; the returned model state then
@@ -99,15 +99,15 @@ def pure_loss(
           _model.advance(roots, jax.random.bits(keys[0]))
         return loss_fn(roots[0], batch, *roots[1:], *(keys if has_key else ()))
 
-      return _model.call(call, graphdef, wrt, params, model_state)
+      return _model.call(call, structure, wrt, params, model_state)
 
     if isinstance(batch, _batch.ClosedBatch):
-      output, structure, after, new_state = _batch.call_read_only(forward, batch)
+      output, new_structure, after, new_state = _batch.call_read_only(forward, batch)
     else:
-      output, structure, after, new_state = forward(batch)
+      output, new_structure, after, new_state = forward(batch)
     _check_trained(params, after)
     if may_change:
-      new_state = _model.with_structure(new_state, graphdef, structure)
+      new_state = _model.with_structure(new_state, structure, new_structure)
     else:
       _check_untrained(model_state, new_state)
     return output, _train_step.with_written_params(new_state, params, after)

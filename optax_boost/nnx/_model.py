@@ -4,12 +4,14 @@
 split together, since rngs may share streams with the model.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+import dataclasses
 from typing import Any, TypeAlias, TypeVar
 
 from flax import nnx
 import jax
 import jax.numpy as jnp
+import optax
 
 from optax_boost import _train_step
 from optax_boost._foundation import _checks, _types
@@ -38,9 +40,26 @@ _ROOT_NAMES = ("batch_stats", "rngs")
 _STRUCTURE = "structure"
 # The name of the Flax contexts that match the objects before and after a forward pass.
 _FORWARD_CONTEXT = "optax_boost"
+# The path of a variable in the roots, as Flax writes it.
+_Path: TypeAlias = tuple[Any, ...]
 
 
-def split(wrt: Filter, *roots: Any) -> tuple[nnx.GraphDef, _types.Params, Collections]:
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Structure:
+  """The structure of roots.
+
+  Attributes:
+    graphdef: Flax's description.
+    mappings: the paths of the variables whose value is a mapping, such as
+      ``nnx.Param({"w": ..., "b": ...})``. The arrays don't show where a path ends in a variable.
+  """
+
+  graphdef: nnx.GraphDef
+  mappings: frozenset[_Path]
+
+
+def split(wrt: Filter, *roots: Any) -> tuple[Structure, _types.Params, Collections]:
   """Returns the structure of roots, the model's trained arrays by path, and all other arrays."""
   # `nnx.split` uses the mode that the user has set, but this context always uses graph mode.
   with nnx.split_context() as context:
@@ -49,19 +68,26 @@ def split(wrt: Filter, *roots: Any) -> tuple[nnx.GraphDef, _types.Params, Collec
 
 def _split_in(
   context: Any, wrt: Filter, roots: Roots
-) -> tuple[nnx.GraphDef, _types.Params, Collections]:
+) -> tuple[Structure, _types.Params, Collections]:
   """Returns what :func:`split` returns; `context` is an ``nnx.split_context``."""
   selects = nnx.filterlib.to_predicate(wrt)
   graphdef, replaced, params, untrained = context.split(
     roots, _replaced_type(), lambda path, value: path[0] == 0 and selects(path[1:], value), ...
   )
+  mappings = frozenset().union(*map(_mappings, (replaced, params, untrained)))
   replaced, params, untrained = map(as_pure, (replaced, params, untrained))
   collections = {
     name: untrained[root] for root, name in enumerate(_ROOT_NAMES) if root in untrained
   }
   if replaced:
     collections[_train_step.REPLACED_VALUES] = replaced[0]
-  return graphdef, params.get(0, params), collections
+  return Structure(graphdef, mappings), params.get(0, params), collections
+
+
+def _mappings(state: nnx.State) -> frozenset[_Path]:
+  """Returns the paths of the variables in a state whose value is a mapping."""
+  variables = nnx.to_flat_state(state)
+  return frozenset(path for path, node in variables if isinstance(as_pure(node), Mapping))
 
 
 def _replaced_type() -> Filter:
@@ -72,18 +98,18 @@ def _replaced_type() -> Filter:
     return nnx.Nothing()
 
 
-def merge(graphdef: nnx.GraphDef, params: _types.Params, collections: Collections) -> Roots:
+def merge(structure: Structure, params: _types.Params, collections: Collections) -> Roots:
   """Returns new roots, made from the results of :func:`split`."""
-  return nnx.merge(graphdef, *_states(params, collections))
+  return nnx.merge(structure.graphdef, _flat_state(structure.mappings, params, collections))
 
 
 def call(
   function: Callable[[Roots], Any],
-  graphdef: nnx.GraphDef,
+  structure: Structure,
   wrt: Filter,
   params: _types.Params,
   collections: Collections,
-) -> tuple[Any, nnx.GraphDef, _types.Params, Collections]:
+) -> tuple[Any, Structure, _types.Params, Collections]:
   """Calls ``function(roots)`` with new roots, which are merged from the other arguments.
 
   Returns the output of `function`, and then the roots after the call, as :func:`split` returns
@@ -91,20 +117,20 @@ def call(
   """
   with nnx.update_context(_FORWARD_CONTEXT):
     with nnx.merge_context(_FORWARD_CONTEXT, inner=True) as context:
-      roots = context.merge(graphdef, *_states(params, collections))
+      # Flax takes a flat state, too, though its annotation does not say so.
+      arrays: Any = _flat_state(structure.mappings, params, collections)
+      roots = context.merge(structure.graphdef, arrays)
     output = function(roots)
     with nnx.split_context(_FORWARD_CONTEXT) as context:
       return output, *_split_in(context, wrt, roots)
 
 
-def with_structure(
-  collections: Collections, before: nnx.GraphDef, after: nnx.GraphDef
-) -> Collections:
+def with_structure(collections: Collections, before: Structure, after: Structure) -> Collections:
   """Returns the collections; adds the new structure if a forward pass changed the structure.
 
-  `before` and `after` are the ``GraphDef`` of the roots before and after the pass.
+  `before` and `after` are the structure of the roots before and after the pass.
   """
-  is_changed = after.with_no_outer_index() != before
+  is_changed = after.graphdef.with_no_outer_index() != before.graphdef
   return {**collections, _STRUCTURE: after} if is_changed else collections
 
 
@@ -115,33 +141,59 @@ def write(params: _types.Params, collections: Collections, *roots: Any) -> None:
   structure.
   """
   if _STRUCTURE not in collections:
-    nnx.update(roots, *_states(params, collections))
+    state = nnx.state(roots)
+    mappings = _mappings(state)
+    arrays = dict(_flat_state(mappings, params, collections))
+    # Flax would write a mapping as an `nnx.State`, unless it comes in a variable.
+    variables = {path: node for path, node in nnx.to_flat_state(state) if path in mappings}
+    arrays |= {path: node.replace(arrays[path]) for path, node in variables.items()}
+    nnx.update(roots, nnx.from_flat_state(arrays))
     return
   with nnx.update_context(_FORWARD_CONTEXT):
     with nnx.split_context(_FORWARD_CONTEXT) as context:
       context.split(roots)
     with nnx.merge_context(_FORWARD_CONTEXT, inner=False) as context:
-      context.merge(collections[_STRUCTURE], *_states(params, collections))
+      structure = collections[_STRUCTURE]
+      flat: Any = _flat_state(structure.mappings, params, collections)
+      context.merge(structure.graphdef, flat)
 
 
-def _states(
-  params: _types.Params, collections: Collections
-) -> tuple[nnx.State, nnx.State, nnx.State]:
-  untrained = {
-    root: _as_dict(collections[name])
-    for root, name in enumerate(_ROOT_NAMES)
-    if name in collections
-  }
-  replaced = _as_dict(collections.get(_train_step.REPLACED_VALUES, {}))
-  return nnx.State({0: _as_dict(params)}), nnx.State(untrained), nnx.State({0: replaced})
+def _flat_state(
+  mappings: frozenset[_Path], params: _types.Params, collections: Collections
+) -> nnx.FlatState:
+  """Returns the values of all variables by path, where those at `mappings` are mappings."""
+  roots = [(0, params), (0, collections.get(_train_step.REPLACED_VALUES, {}))]
+  roots += [(i, collections[name]) for i, name in enumerate(_ROOT_NAMES) if name in collections]
+  # An empty mapping has no arrays.
+  values: dict[_Path, Any] = {path: {} for path in mappings}
+  for root, tree in roots:
+    values |= _values(mappings, (root,), tree)
+  return nnx.FlatState(values.items(), sort=False)
 
 
-def _as_dict(tree: _types.Tree) -> _types.Tree:
-  """Returns the dict that an ``nnx.State`` holds; returns other trees unchanged.
+def _values(
+  mappings: frozenset[_Path], path: _Path, tree: _types.Tree
+) -> Iterator[tuple[_Path, Any]]:
+  """Returns the values of the variables in a tree of arrays, each with its path."""
+  if path in mappings or not isinstance(tree, Mapping):
+    # A child of a State that is a dict is read as another State.
+    yield path, tree.raw_mapping if isinstance(tree, nnx.State) else tree
+    return
+  for key, child in tree.items():
+    yield from _values(mappings, (*path, key), child)
 
-  The result is put into an ``nnx.State``, which can't hold another state in Flax before 0.12.
-  """
-  return tree.raw_mapping if isinstance(tree, nnx.State) else tree
+
+def write_opt_state(new: optax.OptState, optimizer: nnx.Optimizer) -> None:
+  """Writes the arrays of a new optimizer state into the variables of an optimizer."""
+  structure: Any
+  variables, structure = jax.tree.flatten(
+    optimizer.opt_state, is_leaf=lambda node: isinstance(node, nnx.Variable)
+  )
+  pure: _types.TreeDef = jax.tree.structure(as_pure(optimizer.opt_state))
+  values = structure.flatten_up_to(jax.tree.unflatten(pure, jax.tree.leaves(new)))
+  # Flax keeps a value that is a tree as it is only if the value comes in a variable.
+  filled = [node.replace(value) for node, value in zip(variables, values, strict=True)]
+  nnx.update(optimizer.opt_state, nnx.state(jax.tree.unflatten(structure, filled)))
 
 
 def advance(roots: Roots, by: jax.Array) -> None:

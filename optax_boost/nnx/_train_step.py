@@ -107,7 +107,7 @@ class TrainStep:
     state = _train_step.TrainStep(computation).refresh(
       state, batches, key, weight_fn=weight_fn, progress=progress
     )
-    nnx.update(optimizer.opt_state, nnx.state(state.opt_state))
+    _model.write_opt_state(state.opt_state, optimizer)
 
   def compile_ahead(
     self,
@@ -209,9 +209,9 @@ class TrainStep:
 
     The loss takes a key unless `key` is None.
     """
-    graphdef, params, model_state = _model.split(optimizer.wrt, model, *rngs)
+    structure, params, model_state = _model.split(optimizer.wrt, model, *rngs)
     loss_fn = _loss.pure_loss(
-      self._computation.loss_fn, graphdef, optimizer.wrt, has_key=key is not None
+      self._computation.loss_fn, structure, optimizer.wrt, has_key=key is not None
     )
     tx = _checks.check_transformation("optimizer.tx", optimizer.tx)
     computation = dataclasses.replace(self._computation, loss_fn=loss_fn, tx=tx)
@@ -280,7 +280,7 @@ def _count_references(values: list[Any]) -> list[int]:
 
 
 def _write_state(state: _train_step.TrainState, optimizer: nnx.Optimizer) -> None:
-  nnx.update(optimizer.opt_state, nnx.state(state.opt_state))
+  _model.write_opt_state(state.opt_state, optimizer)
   nnx.update(optimizer, {"step": state.step})
 
 

@@ -602,3 +602,61 @@ def test_an_optimizer_with_an_update_of_its_own_is_refused_and_one_without_is_ta
     with pytest.raises(TypeError, match=r"`update` of its own, which would never.*chain"):
       step(model, optimizer, BATCH)
   step(model, Named(model, optax.sgd(0.1), wrt=nnx.Param), BATCH)
+
+
+VALUES = {
+  "flat": ({"w": 2.0, "b": 3.0}, lambda v: v["w"] * v["b"]),
+  "nested": ({"w": 2.0, "deep": {"b": 3.0, "none": {}}}, lambda v: v["w"] * v["deep"]["b"]),
+  "list inside": ({"w": 2.0, "many": [3.0]}, lambda v: v["w"] * v["many"][0]),
+  "empty": ({}, lambda v: 1.0),
+}
+
+
+@pytest.mark.parametrize("kind", [nnx.Param, nnx.BatchStat])
+@pytest.mark.parametrize("value", VALUES)
+def test_variables_whose_values_are_dictionaries_train_as_separate_variables(value, kind):
+  tree, product = VALUES[value]
+
+  class Tree(nnx.Module):
+    def __init__(self):
+      self.tree = kind(jax.tree.map(jnp.float32, tree))
+      self.scale = nnx.Param(jnp.float32(1.5))
+
+    def __call__(self, x):
+      if kind is nnx.BatchStat:
+        self.tree.set_value(jax.tree.map(lambda leaf: leaf / 2, self.tree.get_value()))
+      return product(self.tree.get_value()) * self.scale[...] * x
+
+  def loss(values, x):
+    leaves, scale = values
+    if kind is nnx.BatchStat:
+      leaves = jax.tree.map(lambda leaf: leaf / 2, leaves)
+    return jnp.mean(product(leaves) * scale * x), leaves
+
+  x, tx = jnp.arange(3.0), optax_boost.average_params(optax.adam(0.1), start=0)
+  values = jax.tree.map(jnp.float32, (tree, 1.5))
+  state = optax.adam(0.1).init(values)
+  for _ in range(3):
+    grads, leaves = jax.grad(loss, has_aux=True)(values, x)
+    updates, state = optax.adam(0.1).update(grads, state)
+    values = optax.apply_updates(values, updates)
+    if kind is nnx.BatchStat:
+      values = leaves, values[1]
+
+  model = Tree()
+  optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+  step = ob_nnx.make_train_step(lambda model, x: jnp.mean(model(x)))
+  for _ in range(3):
+    step(model, optimizer, x)
+  chex.assert_trees_all_close((model.tree.get_value(), model.scale[...]), values, rtol=1e-5)
+  assert type(ob_nnx.averaged_model(optimizer, model).tree.get_value()) is dict
+
+  pure, params, model_state = ob_nnx.split_loss(lambda model, x: jnp.mean(model(x)), Tree())
+  pure_step = optax_boost.make_train_step(pure, optax.adam(0.1))
+  pure_state = pure_step.init(params, model_state)
+  for _ in range(3):
+    pure_state, _ = pure_step(pure_state, x)
+  np.testing.assert_allclose(pure_state.params["scale"], values[1], rtol=1e-5)
+  used = len(jax.tree.leaves(params))
+  groups = optax_boost.layer_groups(pure, params, model_state, x).groups
+  assert sum(map(len, groups)) == used
