@@ -13,9 +13,10 @@ def is_masked(value: _types.Tree) -> bool:
 
 def masked_paths(tree: _types.Tree) -> list[str]:
   """Returns the path of each ``optax.MaskedNode`` in a tree."""
-  nodes = jax.tree.leaves(tree, is_leaf=is_masked)
-  paths = _paths.leaf_paths(tree, is_masked)
-  return [path for path, node in zip(paths, nodes, strict=True) if is_masked(node)]
+  nodes = zip(
+    _paths.leaf_paths(tree, is_masked), jax.tree.leaves(tree, is_leaf=is_masked), strict=True
+  )
+  return [path for path, node in nodes if is_masked(node)]
 
 
 def mask_like(tree: _types.Tree, masked: _types.Tree) -> _types.Tree:
