@@ -71,6 +71,7 @@ def length_prices(
       " `step.on_copy(state)`, or for an NNX model `step.on_copy(model, optimizer)`."
     )
   _checks.check_callable("step", step, "step(batch)")
+  _checks.check_callable("clock", clock, "clock()")
   _checks.check_type("schedule", schedule, _sequences.LengthSchedule, "of sequence_length_warmup")
   _checks.check_whole_number("rounds", rounds, static=True)
   full = schedule.full_length

@@ -415,6 +415,7 @@ def auto_boost(
   if sequence_length is not None:
     _checks.check_whole_number("sequence_length", sequence_length, static=True)
   _sequences.match_axes(axes, [])
+  prices = None if length_prices is None else _sequences.read_prices(length_prices)
   for argument, value in {"axes": axes, "length_prices": length_prices}.items():
     if value is not None and sequence_length is None:
       raise ValueError(
@@ -428,8 +429,8 @@ def auto_boost(
     elif sequence_length is not None:
       title = f"level {level} for tokens, sequences of {sequence_length}"
     decision = _decisions.decide_level(level, total_steps, sequence_length, mesh_axes)
-    if length_prices is not None and _decisions.SEQUENCES in decision[0]:
-      decision[0][_decisions.SEQUENCES]["length_prices"] = _sequences.read_prices(length_prices)
+    if prices is not None and _decisions.SEQUENCES in decision[0]:
+      decision[0][_decisions.SEQUENCES]["length_prices"] = prices
     return AutoBoost(title, level, *decision, key=key, axes=axes)
   values = _config.read_config(config)
   if sequence_length is not None:

@@ -108,12 +108,18 @@ KINDS: dict[str | tuple[str, str], Kind] = {
   **dict.fromkeys(("nesterov", "anneal", "include_partition_remainder"), kinds.FLAG),
   **dict.fromkeys(("fn_flag", "bias", "use_bias", "vmap_seeds", "progress"), kinds.FLAG),
   **dict.fromkeys(("loss_fn", "grad_fn", "init_fn", "full_grad_fn", "weight_fn"), kinds.FUNCTION),
-  **dict.fromkeys(("forward_fn", "predicate", "on_plan", "evaluate", "weight"), kinds.FUNCTION),
+  **dict.fromkeys(
+    ("forward_fn", "predicate", "on_plan", "evaluate", "weight", "clock"), kinds.FUNCTION
+  ),
   **dict.fromkeys(("kernel_init", "bias_init", "multiplier_init"), kinds.FUNCTION),
   **dict.fromkeys(("learning_rate_scale", "lasts"), kinds.FUNCTION),
   "depths": Kind({}, {}, kinds.all_but("None", "list", beyond=(0, 9), below=(-1, 0), empty=())),
   ("FreezeSchedule", "frozen_groups"): kinds.FUNCTION,
   ("average_params", "model_state"): Kind({"text": "text", "function": len, "leaf": {"a": b"b"}}),
+  "length_prices": Kind(kinds.all_but("None", "dict")),
+  "rounds": kinds.count(static=True),
+  ("length_prices", "step"): kinds.FUNCTION,
+  ("length_prices", "schedule"): Kind(kinds.all_but()),
   "subspace": Kind(kinds.all_but("function", params=PARAMS)),
   "schedule": Kind(
     kinds.all_but(), {"of other groups": optax_boost.continuous_freezing(5, frozen_fraction=0.5)}
@@ -196,6 +202,11 @@ def _calls() -> Iterator[tuple[str, Call]]:
     "auto_boost": {},
     "cut_sequences": {"batch": jnp.ones((2, 8)), "length": 4, "full_length": 8},
     "sequence_length_warmup": {"full_length": 16, "total_steps": 10},
+    "length_prices": {
+      "step": jnp.mean,
+      "batch": jnp.ones((2, 16)),
+      "schedule": optax_boost.sequence_length_warmup(16, 10),
+    },
     "flatten_metrics": {"metrics": {"loss": X[0, 0]}},
     "averaged_params": {
       "opt_state": optax_boost.average_params(SGD, decay=0.9).init(dense),
