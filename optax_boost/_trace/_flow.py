@@ -184,9 +184,9 @@ class _FlowAnalysis(_jaxpr.Interpreter[_Value]):
   ) -> Sequence[_Value]:
     met, self._met = self._met, 0
     outer, self._loop = self._loop, id(equation)
-    length = equation.params.get("length")
+    length = equation.params.get("length", 0)
     values = list(inputs)
-    counters = self._find_counters(body, inputs, carry) if length else {}
+    counters = self._find_counters(body, inputs, carry) if 0 < length <= _MOST_NUMBERS else {}
     for position, step in counters.items():
       (first,) = inputs[position].numbers or (0,)
       counted = tuple(range(first, first + step * length, step))
