@@ -294,9 +294,12 @@ def dots_of_a_plain_step():
 
 
 def constrained(*spec):
-  mesh = meshes.mesh((8,), ("x",))
-  sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
-  return lambda w: jax.tree.map(lambda a: jax.lax.with_sharding_constraint(a, sharding), w)
+  def prepare(w):
+    mesh = meshes.mesh((8,), ("x",))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
+    return jax.tree.map(lambda a: jax.lax.with_sharding_constraint(a, sharding), w)
+
+  return prepare
 
 
 def in_heads(w):
