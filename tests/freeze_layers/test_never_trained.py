@@ -13,6 +13,7 @@ import pytest
 
 import optax_boost
 from optax_boost import LayerSlice
+from tests import meshes
 from tests.freeze_layers.test_stacked_freezing import LAYERS, X, loss_fn, make_params
 
 # The first three of five layers are never trained, nor is the embedding.
@@ -211,8 +212,7 @@ def test_a_training_resumes_from_a_checkpoint(tmp_path):
 
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_sharded_layers_are_cut_without_a_gather(kind):
-  kind = getattr(jax.sharding.AxisType, kind)
-  mesh = jax.make_mesh((8,), ("x",), axis_types=(kind,))
+  mesh = meshes.mesh((8,), ("x",), kind)
   params = make_params()
   spec = lambda w: jax.sharding.PartitionSpec(*[None] * (w.ndim - 1), "x")  # noqa: E731
   place = lambda w: jax.device_put(  # noqa: E731
