@@ -101,7 +101,7 @@ def centralize(
   )
 
   def fan_in(kernel: _layer_axes.Leaf) -> tuple[int, ...]:
-    return _layer_axes.fan_in(kernel, layout) if kernel.axes is None else kernel.axes.fan_in
+    return _layer_axes.fan_in(kernel, layout) if kernel.roles is None else kernel.roles.fan_in
 
   def centred(
     g: jax.Array, kernel: _layer_axes.Leaf, mesh_axes: _types.AxisName | None
@@ -165,15 +165,16 @@ def _left_alone(leaves: list[_layer_axes.Leaf], layout: str) -> list[bool]:
   input_axis = 1 if layout == "torch" else -2
 
   def is_kernel(leaf: _layer_axes.Leaf) -> bool:
-    if leaf.axes is not None:
-      return leaf.axes.mixes_inputs
+    if leaf.roles is not None:
+      return leaf.roles.mixes_inputs
+    shape = leaf.shape_of_layer
     if (
-      len(leaf.shape) <= 1
+      len(shape) <= 1
       or _leaf_names.is_bias_or_norm(leaf.path)
       or _leaf_names.is_embedding(leaf.path)
     ):
       return False
-    return len(leaf.shape) == 2 or leaf.shape[input_axis] != 1
+    return len(shape) == 2 or shape[input_axis] != 1
 
   pairs = zip(leaves, modules, strict=True)
   return [module in heads or not is_kernel(leaf) for leaf, (module, _, _) in pairs]

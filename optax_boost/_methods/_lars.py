@@ -160,7 +160,9 @@ def scale_by_lars_trust_ratio(
     listed in its `static_args`.
   """
   method = "scale_by_lars_trust_ratio"
-  leaves = _layer_arguments.Leaves(method, exclude, _bias_or_norm, layers, axis_name)
+  leaves = _layer_arguments.Leaves(
+    method, exclude, _bias_or_norm, layers, axis_name, layers_only=True
+  )
   numbers = (trust_coefficient, weight_decay, eps, clip, clip_ratio)
   return _scale_by_trust_ratio(leaves, *numbers, weight_decay_mask)
 
@@ -239,7 +241,9 @@ def lars(
   _checks.check_bool("clip_ratio", clip_ratio)
   if momentum is not None:
     _checks.check_number("momentum", momentum, minimum=0.0, below=1.0)
-  leaves = _layer_arguments.Leaves("lars", exclude, _bias_or_norm, layers, axis_name)
+  leaves = _layer_arguments.Leaves(
+    "lars", exclude, _bias_or_norm, layers, axis_name, layers_only=True
+  )
   numbers = (trust_coefficient, weight_decay, eps, clip, learning_rate if clip_ratio else None)
   ratio = _scale_by_trust_ratio(leaves, *numbers, weight_decay_mask, widen_updates=True)
   descent = optax.scale_by_learning_rate(learning_rate)

@@ -25,7 +25,7 @@ class Leaves:
   """Checks `exclude`, `layers` and `axis_name` of a method's factory, and applies them to trees.
 
   ``auto(leaves)`` is the method's rule for ``exclude="auto"``: it returns a list of bools, True for
-  each leaf that the method skips.
+  each leaf that the method skips. With `layers_only`, the method needs the axes of layers alone.
   """
 
   def __init__(
@@ -35,6 +35,8 @@ class Leaves:
     auto: Callable[[list[_layer_axes.Leaf]], list[bool]],
     layers: _layer_axes.LayerAxes | None,
     axis_name: _types.AxisNames | None,
+    *,
+    layers_only: bool = False,
   ) -> None:
     _selectors.check_selector("exclude", exclude)
     _check_axis_names(axis_name)
@@ -45,7 +47,8 @@ class Leaves:
       auto_selected = _selectors.is_auto_selector(exclude)
       skipped = auto(leaves) if auto_selected else _selectors.select(tree, exclude, "exclude")
       leaves_and_skips = list(zip(leaves, skipped, strict=True))
-      warn_of_unknown_axes(method, [leaf for leaf, skip in leaves_and_skips if not skip], layers)
+      treated = [leaf for leaf, skip in leaves_and_skips if not skip]
+      warn_of_unknown_axes(method, treated, layers, layers_only=layers_only)
       return leaves_and_skips
 
     self._plan = _trees.once_per_tree(plan)
@@ -108,20 +111,27 @@ def _check_axis_names(names: _types.AxisNames | None) -> None:
 
 
 def warn_of_unknown_axes(
-  method: str, leaves: Sequence[_layer_axes.Leaf], described: _layer_axes.LayerAxes | None
+  method: str,
+  leaves: Sequence[_layer_axes.Leaf],
+  described: _layer_axes.LayerAxes | None,
+  *,
+  layers_only: bool = False,
 ) -> None:
   """Warns of leaves with several axes of which the trace could not tell the fan-in and outputs.
 
   `described` is the result of the trace. If `described` is None, there was no trace, and there is
-  no warning. The warning names `method`.
+  no warning. The warning names `method`. With `layers_only`, a known axis of layers is enough.
   """
   if described is None:
     return
-  many_axes = {leaf.path for leaf in leaves if len(leaf.shape) > 1}
+  many_axes = {
+    leaf.path
+    for leaf in leaves
+    if len(leaf.shape) > 1 and not (layers_only and leaf.axes is not None)
+  }
   if explanation := described.explain_unknown(many_axes):
     _warnings.warn(
-      f"{explanation} `{method}` takes each of these leaves for one layer, and goes by its name and"
-      " shape.",
+      f"{explanation} Until then, `{method}` goes by the names and shapes of these leaves.",
       UserWarning,
     )
 

@@ -12,7 +12,8 @@ analyses compute no arrays. Their terms:
               another is data, as in ``dot_general`` of a kernel and activations.
   axis map    for a value computed from a leaf: which axis of the leaf runs along each dimension.
   fan-in      the axes of a leaf that a product with its input sums over.
-  stacked     the axes along which a leaf holds several kernels, biases or scales.
+  stacked     the axes along which a leaf holds several kernels, biases or scales: every use of the
+              leaf takes one entry along them by a number that the program counts, or `vmap` does.
   layer       one slice of a leaf along its stacked axes; a leaf without stacked axes is one layer.
   block       leaves, and layers of stacked leaves, that are always in the same group.
   group       one block or several blocks in a row. The first groups can be frozen.
@@ -99,7 +100,8 @@ The modules, each of which imports those before it:
   _axis_map       axis maps
   _losses         traces losses, and tells which arguments of a loss are data
   _primitives     ``RULES``: how each primitive moves axis maps. If a primitive has no rule, the
-                  axes of the leaves that enter the primitive are unknown, and methods warn
+                  axes of the leaves that enter the primitive are unknown, except those that a scan
+                  has sliced before, and methods warn
   _leaf_uses      the interpreter that finds uses, and scans over layers
   _layer_axes     ``layer_axes``: the axes of each leaf, as its uses tell
   _flow           which leaves are upstream of a leaf: used to compute the data that the leaf meets;

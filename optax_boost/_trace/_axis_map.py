@@ -30,13 +30,25 @@ class SubAxis(NamedTuple):
 Dimension: TypeAlias = tuple[SubAxis, ...]
 
 
+class Pick(NamedTuple):
+  """An axis of a leaf along which the program took one entry.
+
+  If a constant chose the entry, `entry` is its number among `entries`. If the program counts, as in
+  a loop, `entry` is None.
+  """
+
+  axis: int
+  entry: int | None = None
+  entries: int = 0
+
+
 class AxisMap(NamedTuple):
   """The axes of a leaf along the dimensions of a value.
 
   Attributes:
     leaf: the leaf's index in ``jax.tree.leaves(params)``.
     dims: for each dimension of the value, the sub-axes along it.
-    sliced: the axes along which a scan, or an index in the program, took one slice of the leaf.
+    picks: the entries that a scan, or an index in the program, took of the leaf.
     gathered: the axes along which data chose one slice of the leaf.
     contracted: the axes that a product with other params, or with constants, has summed over.
     has_inputs: whether the leaf was the kernel in such a product. If so, `contracted` is the fan-in
@@ -45,7 +57,7 @@ class AxisMap(NamedTuple):
 
   leaf: int
   dims: tuple[Dimension, ...]
-  sliced: frozenset[int] = frozenset()
+  picks: frozenset[Pick] = frozenset()
   gathered: frozenset[int] = frozenset()
   contracted: frozenset[int] = frozenset()
   has_inputs: bool = False
@@ -55,41 +67,73 @@ class AxisMap(NamedTuple):
     chosen = self.dims if dims is None else [self.dims[i] for i in dims]
     return frozenset(part.axis for dim in chosen for part in dim if part.axis != NO_AXIS)
 
+  @property
+  def sliced(self) -> frozenset[int]:
+    """Returns the axes along which the value holds one entry, or entries joined from several."""
+    return frozenset(pick.axis for pick in self.picks)
+
+  def is_part_of(self, other: "AxisMap") -> bool:
+    """Returns whether this map tells only a part of what `other` tells of the same leaf.
+
+    So it is in a value that combines a kernel with a norm, a mean or an entry of itself: some of
+    the axes run along no dimension of the norm.
+    """
+    mine, theirs = (m.axes() | m.sliced | m.gathered for m in (self, other))
+    return (
+      self.leaf == other.leaf
+      and (self.dims != other.dims or mine != theirs)
+      and mine <= theirs
+      and all(
+        dim == whole or not self.axes([i])
+        for i, (dim, whole) in enumerate(zip(self.dims, other.dims, strict=True))
+      )
+    )
+
   def first_slice(self) -> "AxisMap":
     """Returns the map of one slice along the first dimension, which a step of a scan gets."""
-    return self._replace(dims=self.dims[1:], sliced=self.sliced | self.axes([0]))
+    return self.slice_along([0], by_data=False)._replace(dims=self.dims[1:])
 
   def stack(self) -> "AxisMap":
     """Returns the map of a scan's output, which stacks values along a new first dimension."""
     return self._replace(dims=((), *self.dims))
 
   def slice_along(self, dims: Iterable[int], by_data: bool) -> "AxisMap":
-    """Returns a copy whose `gathered` (if `by_data`) or `sliced` includes the axes along `dims`."""
+    """Returns a copy whose `gathered` (if `by_data`) or `picks` includes the axes along `dims`."""
     axes = self.axes(dims)
     if by_data:
       return self._replace(gathered=self.gathered | axes)
-    return self._replace(sliced=self.sliced | axes)
+    return self._replace(picks=self.picks | set(map(Pick, axes)))
 
-  def resize(self, shape: Sequence[int], by_data: bool) -> "AxisMap | None":
+  def resize(
+    self, shape: Sequence[int], by_data: bool, starts: Sequence[int] | None = None
+  ) -> "AxisMap | None":
     """Returns the map after slicing or padding to `shape`, or None if `shape` has another rank.
 
     If the size of a dimension changes, the map records the leaf's axes along this dimension. If
     data chose the entries (`by_data`), these axes are added to `gathered`. Otherwise, if one entry
-    is left, they are added to `sliced`. A scalar is an exception: it may get a shape of any rank.
+    is left, it is added to `picks`. The axes still run along the dimension: other entries may be
+    joined to the one. `starts` are the first entries along each dimension, if they are constants.
+    A scalar is an exception: it may get a shape of any rank.
     """
     if not self.dims:
       return self._replace(dims=tuple(map(no_axis, shape)))
     if len(self.dims) != len(shape):
       return None
-    dims, chosen = [], []
+    dims, picks, gathered = [], set(self.picks), self.gathered
     for i, (dim, size) in enumerate(zip(self.dims, shape, strict=True)):
       if size_of(dim) != size:
-        if by_data or size == 1:
-          chosen.append(i)
-        axis = dim[0].axis if len(dim) == 1 and size != 1 else NO_AXIS
+        if by_data:
+          gathered |= self.axes([i])
+        elif size == 1:
+          for axis in self.axes([i]):
+            if starts is None or len(dim) > 1:
+              picks.add(Pick(axis))
+            else:
+              picks.add(Pick(axis, starts[i], size_of(dim)))
+        axis = dim[0].axis if len(dim) == 1 else NO_AXIS
         dim = (SubAxis(axis, size),)
       dims.append(dim)
-    return self.slice_along(chosen, by_data)._replace(dims=tuple(dims))
+    return self._replace(dims=tuple(dims), picks=frozenset(picks), gathered=gathered)
 
   def reshape(self, order: Sequence[int], shape: Sequence[int]) -> "AxisMap | None":
     """Returns the map after a transpose by the permutation `order` and a reshape to `shape`.
@@ -134,6 +178,8 @@ def _split_and_merge(parts: list[SubAxis], shape: Sequence[int]) -> tuple[Dimens
     missing = size
     while missing > 1 or (not dim and remaining and remaining[-1].size == 1):
       axis, available = remaining.pop()
+      if available == 1 < missing:
+        continue  # a single entry, which is not joined to others
       taken = min(available, missing)
       if available % taken or missing % taken:
         return None
@@ -142,6 +188,4 @@ def _split_and_merge(parts: list[SubAxis], shape: Sequence[int]) -> tuple[Dimens
       dim.append(SubAxis(axis, taken))
       missing //= taken
     dims.append(tuple(dim) or no_axis(size))
-  if dims:
-    dims[-1] += tuple(remaining[::-1])
   return tuple(dims)

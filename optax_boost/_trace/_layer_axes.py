@@ -1,6 +1,6 @@
 """``layer_axes`` finds the role of each axis of the params; its docstring explains the roles."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 import dataclasses
 import functools
 import itertools
@@ -11,30 +11,40 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_boost._foundation import _leaf_names, _paths, _types
-from optax_boost._trace import _leaf_uses, _losses
+from optax_boost._foundation import _checks, _leaf_names, _paths, _patterns, _types
+from optax_boost._trace import _axis_map, _leaf_uses, _losses
 from optax_boost._trace._leaf_uses import DataKind, UseKind
 
 
 class Axes(NamedTuple):
-  """The roles of a leaf's axes; each axis is in one of the first three fields, in ascending order.
+  """The roles of a leaf's axes; each is in one field but `window`, in ascending order.
 
   Attributes:
     fan_in: the axes that the product of the leaf with its input sums over.
     stacked: the axes along which the leaf holds layers or experts.
     outputs: all other axes.
     window: the axes of `fan_in` along which a convolution slides.
+    unknown: the axes whose role the trace does not tell, if the leaf has layers along its others.
   """
 
   fan_in: tuple[int, ...]
   stacked: tuple[int, ...]
   outputs: tuple[int, ...]
   window: tuple[int, ...] = ()
+  unknown: tuple[int, ...] = ()
+
+  @property
+  def rank(self) -> int:
+    return len(self.fan_in + self.stacked + self.outputs + self.unknown)
 
   @property
   def mixes_inputs(self) -> bool:
     """Returns whether an output sums over input features, which a depthwise kernel does not do."""
     return set(self.fan_in) > set(self.window)
+
+
+# The names of roles in the argument `axes` of `layer_axes`, and in its printed result.
+_ROLES = ("layers", "fan-in", "outputs")
 
 
 @jax.tree_util.register_static
@@ -48,8 +58,7 @@ class LayerAxes:
     uses: the indices of the leaves in the order in which the loss combines them with data; a leaf
       that is used again is repeated.
     scans: the scans over layers, in the order of the program.
-    unknown_primitives: for each leaf without axes, the primitives that hide the axes, since
-      ``_primitives`` has no rule for them.
+    unknown_primitives: for each leaf with unknown axes, the primitives that hide them.
   """
 
   paths: tuple[str, ...]
@@ -61,11 +70,12 @@ class LayerAxes:
   def __str__(self) -> str:
     lines = []
     for path, axes, primitives in zip(self.paths, self.axes, self.unknown_primitives, strict=True):
-      if axes is None:
-        text = "unknown" + (f" after {', '.join(primitives)}" if primitives else "")
-      else:
+      text = "unknown"
+      if axes is not None:
         kinds = {"layers": axes.stacked, "fan-in": axes.fan_in, "outputs": axes.outputs}
+        kinds["unknown"] = axes.unknown
         text = ", ".join(f"{kind} {numbers}" for kind, numbers in kinds.items() if numbers)
+      text += f" after {', '.join(primitives)}" if primitives else ""
       lines.append(f"{_paths.leaf_name(path)}: {text or 'scalar'}")
     return "\n".join(lines)
 
@@ -82,9 +92,10 @@ class LayerAxes:
     leaves = ", ".join(f"'{_paths.leaf_name(path)}'" for path in list(hidden)[:6])
     more = ", ..." if len(hidden) > 6 else ""
     return (
-      f"A trace of the loss does not tell the axes of {leaves}{more}: there is no rule for the"
-      f" primitives that these leaves enter, {', '.join(names)}. Add one to"
-      " `optax_boost._trace._primitives.RULES`."
+      f"A trace of the loss does not tell the axes of {leaves}{more} after {', '.join(names)}. Say"
+      " them: pass the result of `optax_boost.layer_axes(loss_fn, params, batch, axes={"
+      f"{_paths.leaf_name(next(iter(hidden)))!r}: ('fan-in', 'outputs')}})`, with 'layers',"
+      " 'fan-in' or 'outputs' for each axis."
     )
 
 
@@ -101,6 +112,11 @@ class Leaf(NamedTuple):
   path: str
   shape: tuple[int, ...]
   axes: Axes | None = None
+
+  @property
+  def roles(self) -> Axes | None:
+    """Returns the axes if the trace tells the role of each of them, else None."""
+    return None if self.axes is None or self.axes.unknown else self.axes
 
   @property
   def stacked(self) -> tuple[int, ...]:
@@ -148,12 +164,17 @@ def leaves_of(tree: _types.Tree, described: LayerAxes | None = None) -> list[Lea
   leaves = []
   for path, leaf in zip(_paths.leaf_paths(tree), jax.tree.leaves(tree), strict=True):
     axes, rank = by_path.get(path), jnp.ndim(leaf)
-    is_described = axes is not None and len(axes.fan_in + axes.stacked + axes.outputs) == rank
+    is_described = axes is not None and axes.rank == rank
     leaves.append(Leaf(path, jnp.shape(leaf), axes if is_described else None))
   return leaves
 
 
-def layer_axes(loss_fn: _types.LossFn, params: optax.Params, *args: Any) -> LayerAxes:
+def layer_axes(
+  loss_fn: _types.LossFn,
+  params: optax.Params,
+  *args: Any,
+  axes: Mapping[str, Sequence[str]] | None = None,
+) -> LayerAxes:
   """Reads the roles of the axes of the params from a trace of the loss.
 
   The step of :func:`make_train_step` reads the axes by itself. In your own training loop, pass the
@@ -161,27 +182,34 @@ def layer_axes(loss_fn: _types.LossFn, params: optax.Params, *args: Any) -> Laye
   abstract.
 
   The operation that first combines a leaf with data tells the roles of the leaf's axes. The fan-in
-  are the axes that a matrix product or a convolution sums over. An axis holds layers if a scan
-  slices it, if an index along it selects one of many kernels, or if each kernel along it has
-  separate data (``vmap``, experts). All other axes are outputs. Embeddings, whose rows are looked
-  up, have no fan-in, nor have leaves that are named as biases. If a kernel is multiplied with an
-  input that is not data (noise, constants, learned queries), the fan-in are the axes that this
-  product sums over. If both operands are params, the second is the kernel, unless only the first is
-  named kernel or weight.
+  are the axes that a matrix product or a convolution sums over. An axis holds layers if every use
+  of the leaf takes one entry along it by a number that the program counts (a scan, the counter of a
+  loop, all numbers from 0 in Python), or carries it through ``vmap``. Kernels that data selects,
+  as those of experts, count as layers, too. All other axes are outputs. So tables, of which the
+  program reads many rows at a time, are one layer. Embeddings, whose rows are looked up, have no
+  fan-in, nor have leaves that are named as biases. If a kernel is multiplied with an input that is
+  not data (noise, constants, learned queries), the fan-in are the axes that this product sums over.
+  If both operands are params, the second is the kernel, unless only the first is named kernel or
+  weight.
 
   Args:
     loss_fn: the loss, as ``loss_fn(params, *args)``; aux is ignored.
     params: the params.
     *args: the loss's other arguments: statistics, batch, rng. A loss from ``nnx.split_loss`` or
       ``linen.split_loss`` takes its model state first.
+    axes: for leaves whose axes the trace does not tell, or tells wrong: a dict from regular
+      expressions, which match whole segments of paths, to ``"layers"``, ``"fan-in"`` or
+      ``"outputs"`` for each axis.
 
   Returns:
     A hashable description of all leaves, a pytree without leaves. The axes of a leaf are unknown
     if the loss does not use the leaf, or passes the leaf to a primitive that the analysis does not
-    know; ``print`` shows the primitive's name.
+    know; ``print`` shows the primitive's name. An axis that a scan slices before is known.
 
   Raises:
-    TypeError: `loss_fn` is not callable, or a leaf of the other arguments is not an array.
+    TypeError: `loss_fn` is not callable, a leaf of the other arguments is not an array, or `axes`
+      does not hold names of axes.
+    ValueError: `axes` has other names, or not one for each axis of a leaf.
 
   Examples:
     >>> import jax, jax.numpy as jnp, optax_boost
@@ -194,8 +222,47 @@ def layer_axes(loss_fn: _types.LossFn, params: optax.Params, *args: Any) -> Laye
     blocks: layers (0,), fan-in (1,), outputs (2,)
     head: fan-in (0,), outputs (1,)
     >>> tx = optax_boost.centralize(layers=layers)
+
+    If the trace does not tell the axes of a leaf, say them:
+
+    >>> said = {"head": ("outputs", "fan-in")}
+    >>> print(optax_boost.layer_axes(loss_fn, params, jnp.ones((2, 8)), axes=said))
+    blocks: layers (0,), fan-in (1,), outputs (2,)
+    head: fan-in (1,), outputs (0,)
   """
-  return describe(_losses.trace(loss_fn, params, args), params, _losses.data_flags(loss_fn, args))
+  program = _losses.trace(loss_fn, params, args)
+  described = describe(program, params, _losses.data_flags(loss_fn, args))
+  return described if axes is None else _with_axes(described, params, axes)
+
+
+def _with_axes(
+  described: LayerAxes, params: optax.Params, given: Mapping[str, Sequence[str]]
+) -> LayerAxes:
+  """Returns a description with the axes that the argument `axes` of `layer_axes` gives."""
+  if not isinstance(given, Mapping):
+    raise TypeError(
+      "`axes` must be a dict from regular expressions to a name for each axis, as"
+      f" {{'kernel': ('layers', 'fan-in', 'outputs')}}; got {_checks.shorten(given)}."
+    )
+  patterns = list(given)
+  matches = _patterns.first_match("axes", patterns, described.paths)
+  ranks = [jnp.ndim(leaf) for leaf in jax.tree.leaves(params)]
+  axes, primitives = list(described.axes), list(described.unknown_primitives)
+  for leaf, match in enumerate(matches):
+    if match is None:
+      continue
+    roles = given[patterns[match]]
+    is_sequence = isinstance(roles, list | tuple) and len(roles) == ranks[leaf]
+    if not is_sequence or any(role not in _ROLES for role in roles):
+      raise ValueError(
+        f"`axes` must have 'layers', 'fan-in' or 'outputs' for each of the {ranks[leaf]} axes of"
+        f" '{_paths.leaf_name(described.paths[leaf])}'; got {_checks.shorten(roles)}."
+      )
+    stacked, fan_in, outputs = (
+      tuple(axis for axis, role in enumerate(roles) if role == name) for name in _ROLES
+    )
+    axes[leaf], primitives[leaf] = Axes(fan_in, stacked, outputs), ()
+  return dataclasses.replace(described, axes=tuple(axes), unknown_primitives=tuple(primitives))
 
 
 def describe(
@@ -224,15 +291,21 @@ def describe(
 
   findings = _by_narrowest_definition(analyze)
   uses: list[list[_leaf_uses.Use]] = [[] for _ in paths]
-  for use in (*findings.early_uses, *itertools.chain(*findings.uses), *findings.expert_uses):
-    uses[use.leaf].append(use)
   experts = {use.leaf for use in findings.expert_uses}
+  all_uses = (*findings.early_uses, *itertools.chain(*findings.uses), *findings.expert_uses)
+  for use in (*all_uses, *findings.unknown_uses):
+    # Data looks up the kernels of experts, as rows of a table, but they are used in products.
+    if use.leaf not in experts or use.kind in (UseKind.CONTRACTED, UseKind.UNKNOWN):
+      uses[use.leaf].append(use)
   axes = [
-    _axes(uses[leaf], leaf in experts, findings.batch_axes[leaf], path, len(shapes[leaf]))
+    _axes(uses[leaf], findings.batch_axes[leaf], path, shapes[leaf])
     for leaf, path in enumerate(paths)
   ]
   unknown_primitives = [
-    names if axes[leaf] is None else () for leaf, names in enumerate(findings.unknown_primitives)
+    tuple(dict.fromkeys(use.primitive for use in uses[leaf] if use.primitive))
+    if described is None or described.unknown
+    else ()
+    for leaf, described in enumerate(axes)
   ]
   return LayerAxes(
     paths=tuple(paths),
@@ -282,29 +355,46 @@ def _order(findings: _leaf_uses.Findings) -> list[int]:
 
 
 def _axes(
-  uses: Sequence[_leaf_uses.Use], is_expert: bool, batch: frozenset[int], path: str, rank: int
+  uses: Sequence[_leaf_uses.Use], batch: frozenset[int], path: str, shape: tuple[int, ...]
 ) -> Axes | None:
-  """Returns the axes of a leaf, read from one of its uses.
+  """Returns the axes of a leaf with this path and shape.
 
-  This is the use whose kind comes earliest in :class:`UseKind`; of several, the first. `is_expert`
-  tells whether data selects kernels from the leaf; for such a leaf, lookups don't count. `batch`
-  are the leaf's axes along which each slice of the data has a separate kernel. A leaf with the name
-  of a bias has no fan-in. Returns None if all uses are unclear or in penalties.
+  The fan-in is read from the use whose kind comes earliest in :class:`UseKind`; of several, the
+  first. All uses tell which axes are stacked. `batch` are the leaf's axes along which each slice of
+  the data has a separate kernel. A leaf with the name of a bias has no fan-in. Returns None if all
+  uses are unclear or in penalties.
   """
+  # LOOKUP comes first, so that an embedding that is also the last layer's kernel (tied weights) has
+  # no fan-in.
+  silent = (UseKind.PENALTY, UseKind.UNCLEAR, UseKind.UNKNOWN)
+  telling = sorted((use for use in uses if use.kind not in silent), key=lambda use: use.kind.value)
+  every = frozenset(range(len(shape)))
+  if not telling:
+    uses = [use for use in uses if use.kind == UseKind.UNKNOWN]
+    stacked = _stacked(uses, shape) if uses else frozenset()
+    unknown = tuple(sorted(every - stacked))
+    return Axes((), tuple(sorted(stacked)), (), unknown=unknown) if stacked else None
+  use = telling[0]
   is_bias = _leaf_names.is_bias_or_norm(path)
   # A table of positions has no fan-in, although a product with constants may resize the table.
-  is_table = rank == 1 or _leaf_names.is_embedding(path)
-  # LOOKUP comes first, so that an embedding that is also the last layer's kernel (tied weights) has
-  # no fan-in. The kernel of an expert is looked up, too, but has a fan-in.
-  telling = [kind for kind in UseKind if kind not in (UseKind.PENALTY, UseKind.UNCLEAR)]
-  if is_expert:
-    telling.remove(UseKind.LOOKUP)
-  for kind in telling:
+  is_table = len(shape) == 1 or _leaf_names.is_embedding(path)
+  is_kernel = not is_bias and not (is_table and use.kind == UseKind.GENERATED)
+  fan_in, window = (use.fan_in, use.window) if is_kernel else (frozenset(), frozenset())
+  stacked = (_stacked(telling, shape) | batch) - use.fan_in
+  outputs = every - stacked - fan_in
+  return Axes(*(tuple(sorted(axes)) for axes in (fan_in, stacked, outputs, window)))
+
+
+def _stacked(uses: Sequence[_leaf_uses.Use], shape: tuple[int, ...]) -> frozenset[int]:
+  """Returns the axes of which every use takes one entry, and all uses together take all entries."""
+
+  def is_taken_whole(axis: int) -> bool:
+    taken: dict[int, set[int | None]] = {}
     for use in uses:
-      if use.kind == kind:
-        stacked = (use.stacked | batch) - use.fan_in
-        is_kernel = not is_bias and not (is_table and kind == UseKind.GENERATED)
-        fan_in, window = (use.fan_in, use.window) if is_kernel else (frozenset(), frozenset())
-        outputs = frozenset(range(rank)) - stacked - fan_in
-        return Axes(*(tuple(sorted(axes)) for axes in (fan_in, stacked, outputs, window)))
-  return None
+      picks = {pick for pick in use.picks if pick.axis == axis} or {_axis_map.Pick(axis)}
+      for pick in picks:
+        taken.setdefault(pick.entries, set()).add(pick.entry)
+    return any(len(numbers) >= (entries or 1) for entries, numbers in taken.items())
+
+  common = frozenset.intersection(*(use.stacked for use in uses))
+  return frozenset(filter(is_taken_whole, common))

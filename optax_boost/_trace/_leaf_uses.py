@@ -63,6 +63,7 @@ class UseKind(enum.Enum):
   ENTRYWISE = enum.auto()  # the equation sums over no axis of the leaf, such as adding a bias
   PENALTY = enum.auto()  # the operand is a scalar that sums up params alone, as an L2 penalty
   UNCLEAR = enum.auto()  # anything else
+  UNKNOWN = enum.auto()  # no rule tells which axes of the leaf a result of the equation holds
 
 
 class Use(NamedTuple):
@@ -73,6 +74,8 @@ class Use(NamedTuple):
     fan_in: the leaf's axes that a product sums over.
     stacked: the leaf's axes along which the leaf holds several layers or experts.
     window: the axes of `fan_in` along which a convolution slides.
+    picks: the entries that the use takes along axes of `stacked`.
+    primitive: the primitive after which the trace does not tell the axes, for `UseKind.UNKNOWN`.
   """
 
   leaf: int
@@ -80,6 +83,8 @@ class Use(NamedTuple):
   fan_in: _Axes = _NO_AXES
   stacked: _Axes = _NO_AXES
   window: _Axes = _NO_AXES
+  picks: frozenset[_axis_map.Pick] = frozenset()
+  primitive: str = ""
 
 
 class LayerScan(NamedTuple):
@@ -112,8 +117,7 @@ class Findings(NamedTuple):
     batch_axes: for each leaf, the axes along which each slice of the data has a separate kernel
       (experts, ``vmap``). In a product with the kernels, such an axis is a batch dimension. Leaves
       that enter no product, such as the biases of these kernels, have such axes, too.
-    unknown_primitives: for each leaf, the primitives without a rule to which the program passes the
-      leaf, or a value with an axis map of the leaf.
+    unknown_uses: the equations whose results have no axis map of a leaf that an operand has.
   """
 
   uses: list[list[Use]]
@@ -121,7 +125,7 @@ class Findings(NamedTuple):
   expert_uses: list[Use]
   scans: list[LayerScan]
   batch_axes: list[_Axes]
-  unknown_primitives: list[tuple[str, ...]]
+  unknown_uses: list[Use]
 
 
 class Value(NamedTuple):
@@ -131,6 +135,7 @@ class Value(NamedTuple):
     labels: a label for each dimension, as in an einsum. If an equation combines two values along
       a dimension of each, the two dimensions have the same label.
     data: whether the value is computed from data.
+    counted: whether the value is computed from numbers of the program alone, as a loop's counter.
     leaves: the leaves that the value is computed from, and that have not met data.
     penalty: whether the value is a scalar that sums up params alone, as an L2 penalty.
     axis_maps: the axis maps of leaves that have not met data, and of kernels that data has looked
@@ -139,13 +144,30 @@ class Value(NamedTuple):
 
   labels: tuple[int, ...]
   data: bool = False
+  counted: bool = False
   leaves: frozenset[int] = frozenset()
   penalty: bool = False
   axis_maps: tuple[AxisMap, ...] = ()
 
 
 def _unique(axis_maps: Iterable[AxisMap]) -> tuple[AxisMap, ...]:
-  return tuple(dict.fromkeys(axis_maps))
+  """Returns each map once, without the maps that tell only a part of what another map tells.
+
+  Maps that differ only in the entries that constants chose are joined.
+  """
+  given = tuple(axis_maps)
+  if len(given) < 2:
+    return given
+  found: dict[tuple[AxisMap, _Axes], AxisMap] = {}
+  for axis_map in given:
+    key = axis_map._replace(picks=frozenset()), axis_map.sliced
+    known = found.setdefault(key, axis_map)
+    if known.picks != axis_map.picks:
+      found[key] = known._replace(picks=known.picks | axis_map.picks)
+  maps = tuple(found.values())
+  if len({m.leaf for m in maps}) == len(maps):
+    return maps
+  return tuple(m for m in maps if not any(m.is_part_of(other) for other in maps))
 
 
 class _Labels:
@@ -189,7 +211,7 @@ class LeafUses(_jaxpr.Interpreter[Value]):
     self._inputs: dict[int, Use] = {}
     self._expert_uses: list[Use] = []
     self._scans: list[LayerScan] = []
-    self._unknown: list[dict[str, None]] = []  # for each leaf, its primitives without a rule
+    self._unknown_uses: list[Use] = []
     self._shapes: list[tuple[int, ...]] = []  # for each leaf
     self._labels = _Labels()
     self._axis_labels: list[tuple[int, ...]] = []  # for each leaf
@@ -203,7 +225,6 @@ class LeafUses(_jaxpr.Interpreter[Value]):
     """Returns the value of the next leaf of the params, and numbers the leaves from 0."""
     value, number = self.argument(shape, None), len(self._shapes)
     self._shapes.append(shape)
-    self._unknown.append({})
     self._axis_labels.append(value.labels)
     axis_maps = (_axis_map.identity(number, shape),)
     return value._replace(leaves=frozenset([number]), axis_maps=axis_maps)
@@ -232,11 +253,12 @@ class LeafUses(_jaxpr.Interpreter[Value]):
       self._expert_uses,
       self._scans,
       batch_axes,
-      list(map(tuple, self._unknown)),
+      self._unknown_uses,
     )
 
   def constant(self, value: jax.typing.ArrayLike) -> Value:
-    return self.argument(np.shape(value), DataKind.CONSTANT if np.size(value) > 1 else None)
+    kind = DataKind.CONSTANT if np.size(value) > 1 else None
+    return self.argument(np.shape(value), kind)._replace(counted=True)
 
   def join(self, values: Sequence[Value]) -> Value:
     # The result has the labels of the first value, so that the carry of a loop reaches a fixpoint.
@@ -244,6 +266,7 @@ class LeafUses(_jaxpr.Interpreter[Value]):
     return Value(
       tuple(map(self._labels.unite, labels)),
       any(v.data for v in values),
+      all(v.counted for v in values),
       frozenset().union(*(v.leaves for v in values)),
       any(v.penalty for v in values) and all(v.penalty or not v.leaves for v in values),
       _unique(m for v in values for m in v.axis_maps),
@@ -267,20 +290,21 @@ class LeafUses(_jaxpr.Interpreter[Value]):
       v.penalty or (v.leaves and atom.aval.size > 1 and not (rule.is_lookup or rule.is_entrywise))
       for v, atom in zip(inputs, equation.invars, strict=True)
     )
-    by_data = rule.is_lookup and any(v.data for v in inputs[1:])
+    counted = not data and not leaves and all(v.counted for v in inputs)
+    by_data = rule.is_lookup and not all(v.counted for v in inputs[1:])
     values = [
       Value(
         self._result_labels(equation, inputs, result),
         data,
+        counted,
         leaves,
         bool(leaves) and summed and not variable.aval.shape,
         _result_axis_maps(equation, inputs, result, by_data),
       )
       for result, variable in enumerate(equation.outvars)
     ]
-    if not _primitives.is_known(equation):
-      for axis_map in (m for v in inputs for m in v.axis_maps):
-        self._unknown[axis_map.leaf][equation.primitive.name] = None
+    if leaves or rule.move is None:
+      self._note_unknown(equation, inputs, values)
     return values
 
   def loop(
@@ -289,6 +313,7 @@ class LeafUses(_jaxpr.Interpreter[Value]):
     slices = [self._slice(value) for value in inputs[carry.stop :]]
     self._note_scan(equation, inputs, carry)
     noted: list[list[Any]] = [self._uses, self._early_uses, self._expert_uses, self._scans]
+    noted.append(self._unknown_uses)
     lengths = list(map(len, noted))
 
     def run_iteration(inputs: list[Value]) -> list[Value]:
@@ -307,9 +332,10 @@ class LeafUses(_jaxpr.Interpreter[Value]):
     for branch in branches:
       start = len(self._uses)
       results.append(self.run(branch, inputs))
-      # A leaf that several branches use counts as used once.
-      branch_uses = [[use for use in uses if use.leaf not in noted] for uses in self._uses[start:]]
-      self._uses[start:] = branch_uses
+      # A leaf that several branches use counts as used once in the order of uses.
+      branch_uses = self._uses[start:]
+      self._uses[start:] = [[use for use in uses if use.leaf not in noted] for uses in branch_uses]
+      self._early_uses += [use for uses in branch_uses for use in uses if use.leaf in noted]
       noted |= {use.leaf for uses in branch_uses for use in uses}
     return list(map(self.join, zip(*results, strict=True)))
 
@@ -374,7 +400,8 @@ class LeafUses(_jaxpr.Interpreter[Value]):
     key = id(equation), operand, result
     if key not in self._aligned:
       shape = equation.invars[operand].aval.shape
-      moved = _primitives.move(equation, operand, _axis_map.identity(0, shape), result)
+      leaf = _axis_map.identity(0, shape)
+      moved = _primitives.move(equation, operand, leaf, result, by_data=True)
       dims = moved.dims if moved is not None else ()
       self._aligned[key] = tuple(
         (dim[0].axis, out) for out, dim in enumerate(dims) if _axis_map.is_axis(dim, shape)
@@ -394,8 +421,6 @@ class LeafUses(_jaxpr.Interpreter[Value]):
       if product is not None and operand < 2 and not value.data:
         inputs_of_kernels = self._inputs_of_kernels(value, product.contracted[operand])
       for axis_map in value.axis_maps:
-        if _is_number_beside_its_leaf(value, axis_map):
-          continue
         if value.data:
           self._note_input(axis_map)
         use = _use(equation, operand, axis_map, product)
@@ -485,6 +510,18 @@ class LeafUses(_jaxpr.Interpreter[Value]):
     is_activation = with_inputs and not is_product and not is_sum
     return [m for m in value.axis_maps if is_activation or _is_scale(value, m, contracted)]
 
+  def _note_unknown(
+    self, equation: _types.Equation, inputs: list[Value], results: Sequence[Value]
+  ) -> None:
+    """Notes the leaves of whose axis maps in the operands no result of the equation has any."""
+    if maps := [m for value in inputs for m in value.axis_maps]:
+      kept = {m.leaf for value in results for m in value.axis_maps}
+      self._unknown_uses += [
+        _use_of_entries(m, UseKind.UNKNOWN)._replace(primitive=equation.primitive.name)
+        for m in maps
+        if m.leaf not in kept
+      ]
+
   def _note_input(self, axis_map: AxisMap) -> None:
     """Notes an entrywise use of a leaf, which tells the leaf's axes if no other use does."""
     self._inputs.setdefault(axis_map.leaf, _use_of_entries(axis_map))
@@ -531,14 +568,15 @@ def _use(
   rule = _primitives.rule_of(equation)
   if rule.is_lookup and operand == 0 and not axis_map.contracted:
     moved = _primitives.move(equation, 0, axis_map, 0, by_data=True)
-    return Use(axis_map.leaf, UseKind.LOOKUP, stacked=_NO_AXES if moved is None else moved.sliced)
+    return _use_of_entries(axis_map if moved is None else moved, UseKind.LOOKUP)
   kind = UseKind.ENTRYWISE if rule.is_entrywise else UseKind.UNCLEAR
   return _use_of_entries(axis_map, kind)
 
 
 def _use_of_entries(axis_map: AxisMap, kind: UseKind = UseKind.ENTRYWISE) -> Use:
   """Returns a use without fan-in, for an equation that sums over no axis of the leaf."""
-  return Use(axis_map.leaf, kind, stacked=axis_map.sliced - axis_map.axes())
+  stacked = axis_map.sliced - axis_map.axes() if axis_map.picks else _NO_AXES
+  return Use(axis_map.leaf, kind, stacked=stacked, picks=axis_map.picks)
 
 
 def _use_in_product(axis_map: AxisMap, operand: int, product: _primitives.Product) -> Use:
@@ -561,7 +599,7 @@ def _use_in_product(axis_map: AxisMap, operand: int, product: _primitives.Produc
   if not fan_in:
     return _use_of_entries(axis_map)
   stacked = (axis_map.sliced | axis_map.gathered | batch) - outputs - fan_in
-  return Use(axis_map.leaf, kind, fan_in, stacked, window)
+  return Use(axis_map.leaf, kind, fan_in, stacked, window, axis_map.picks)
 
 
 def _kernels(value: Value, contracted: Sequence[int]) -> list[AxisMap]:
@@ -588,15 +626,6 @@ def _is_scale(value: Value, axis_map: AxisMap, contracted: Sequence[int]) -> boo
   kept = [dim for dim in range(len(axis_map.dims)) if dim not in contracted]
   is_broadcast = not axis_map.contracted and not axis_map.axes(kept)
   return is_broadcast and any(m.axes(kept) for m in value.axis_maps)
-
-
-def _is_number_beside_its_leaf(value: Value, axis_map: AxisMap) -> bool:
-  """Returns whether a map has no axes, while another map of the same leaf in `value` has some.
-
-  Then the map is of a number that was computed from the leaf, such as a norm that divides the leaf.
-  """
-  others = (m for m in value.axis_maps if m.leaf == axis_map.leaf)
-  return not axis_map.axes() and any(m.axes() for m in others)
 
 
 def _free(value: Value, dims: Sequence[int]) -> list[int]:

@@ -1,8 +1,8 @@
 """The primitives that the analyses know: a table with one :class:`Rule` for each primitive.
 
-To teach the analyses a primitive, add its name to :data:`RULES`, with the rule of a similar
-primitive, such as ``POINTWISE``, or with a new rule. Primitives that hold a program (``scan``,
-``cond``, ``jit``, ...) need no entry, since ``_jaxpr.Interpreter`` enters them.
+A new primitive of JAX gets the rule of a similar primitive in :data:`RULES`, such as
+``POINTWISE``, or a new rule. Primitives that hold a program (``scan``, ``cond``, ``jit``, ...) need
+no entry, since ``_jaxpr.Interpreter`` enters them.
 """
 
 from collections.abc import Callable, Sequence
@@ -43,7 +43,7 @@ class Rule(NamedTuple):
     move: ``move(equation, operand, axis_map, shape, by_data)`` makes the axis map of a result with
       this shape from the map of an operand, or returns None if the result does not hold the
       operand's entries. `by_data` tells whether data chose the indices of a lookup. `move` is None
-      if no result of the primitive holds an operand's entries.
+      for primitives that are not in the table.
     is_entrywise: whether each entry of an operand goes to at most one entry of a result. A leaf
       that meets data in such a primitive has no fan-in there.
     is_pointwise: whether each operand is a scalar or has the result's shape, and each entry of the
@@ -85,6 +85,12 @@ def _stretch(
   return resized._replace(dims=tuple(dims))
 
 
+def _slice(
+  equation: _types.Equation, operand: int, axis_map: AxisMap, shape: Sequence[int], by_data: bool
+) -> AxisMap | None:
+  return axis_map.resize(shape, by_data, equation.params["start_indices"])
+
+
 def _dynamic_slice(
   equation: _types.Equation, operand: int, axis_map: AxisMap, shape: Sequence[int], by_data: bool
 ) -> AxisMap | None:
@@ -96,19 +102,36 @@ def _gather(
 ) -> AxisMap | None:
   if operand != 0:
     return None
-  numbers, sizes = equation.params["dimension_numbers"], equation.params["slice_sizes"]
+  numbers = equation.params["dimension_numbers"]
   batched = numbers.operand_batching_dims
-  dropped = {*numbers.collapsed_slice_dims, *batched}
-  rank = len(axis_map.dims)
-  kept = [i for i in range(rank) if i not in dropped]
-  sliced = [
-    i for i in range(rank) if i not in batched and sizes[i] != _axis_map.size_of(axis_map.dims[i])
+  sizes = [
+    _axis_map.size_of(dim) if d in batched else size
+    for d, (dim, size) in enumerate(zip(axis_map.dims, equation.params["slice_sizes"], strict=True))
   ]
+  moved = axis_map.resize(sizes, by_data)
+  if moved is None:
+    return None
+  # Along these dimensions of the result run the dimensions of the indices.
+  outs = [d for d in range(len(shape)) if d not in numbers.offset_dims]
+  batch_outs = [outs[d] for d in numbers.start_indices_batching_dims]
+  chosen = [d for d in outs if d not in batch_outs and shape[d] > 1]
   dims = list(map(_axis_map.no_axis, shape))
+  dropped = {*numbers.collapsed_slice_dims, *batched}
+  kept = [i for i in range(len(sizes)) if i not in dropped]
   for out, i in zip(numbers.offset_dims, kept, strict=True):
-    dims[out] = _axis_map.no_axis(shape[out]) if i in sliced else axis_map.dims[i]
-  batched_map = axis_map.slice_along(batched, by_data=False)
-  return batched_map.slice_along(sliced, by_data)._replace(dims=tuple(dims))
+    dims[out] = moved.dims[i]
+  if by_data:
+    return moved.slice_along(batched, by_data=False)._replace(dims=tuple(dims))
+  for out, i in zip(batch_outs, batched, strict=True):
+    dims[out] = axis_map.dims[i]
+  if chosen:
+    # The program picks many rows, as of a table. So the result is a part of the leaf, not an entry.
+    moved = moved._replace(picks=axis_map.picks)
+    if len(chosen) == len(numbers.start_index_map) == 1:
+      (dim,) = numbers.start_index_map
+      axis = axis_map.dims[dim][0].axis if len(axis_map.dims[dim]) == 1 else _axis_map.NO_AXIS
+      dims[chosen[0]] = (_axis_map.SubAxis(axis, shape[chosen[0]]),)
+  return moved._replace(dims=tuple(dims))
 
 
 def _transpose(
@@ -146,6 +169,36 @@ def _drop(dimensions: str) -> Callable[..., AxisMap]:
     return axis_map._replace(dims=kept)
 
   return move
+
+
+def _unstack(
+  equation: _types.Equation, operand: int, axis_map: AxisMap, shape: Sequence[int], by_data: bool
+) -> AxisMap:
+  axis = equation.params["axis"]
+  kept = (*axis_map.dims[:axis], *axis_map.dims[axis + 1 :])
+  return axis_map.slice_along([axis], by_data=False)._replace(dims=kept)
+
+
+def _stack(
+  equation: _types.Equation, operand: int, axis_map: AxisMap, shape: Sequence[int], by_data: bool
+) -> AxisMap:
+  axis = equation.params["axis"]
+  dims = (*axis_map.dims[:axis], _axis_map.no_axis(shape[axis]), *axis_map.dims[axis:])
+  return axis_map._replace(dims=dims)
+
+
+def _update(update: int) -> Rule:
+  """Returns the rule of a primitive whose operand number `update` changes entries of operand 0.
+
+  The result holds both operands' entries, if an update has as many dimensions as operand 0.
+  """
+
+  def move(
+    equation: _types.Equation, operand: int, axis_map: AxisMap, shape: Sequence[int], by_data: bool
+  ) -> AxisMap | None:
+    return axis_map.resize(shape, by_data=False) if operand in (0, update) else None
+
+  return Rule(move, is_entrywise=True)
 
 
 def _dot_general(equation: _types.Equation) -> Product:
@@ -221,42 +274,74 @@ ENTRYWISE = Rule(_resize, is_entrywise=True)
 IDENTITY = Rule(_resize, is_entrywise=True, is_identity=True)
 # A result holds some entries of one operand, or all entries of several operands.
 PART = Rule(_resize, is_entrywise=True)
-# The entries of one operand replace entries of another operand, or are combined with these entries
-# (added, multiplied, ...); further operands are the indices.
-UPDATE = Rule(None, is_entrywise=True)
 REDUCTION = Rule(_drop("axes"))
 
 RULES: dict[str, Rule] = {
   **dict.fromkeys(
-    ("add", "add_any", "div", "max", "min", "mul", "neg", "rem", "sub", "clamp", "select_n"),
-    POINTWISE,
-  ),
-  **dict.fromkeys(
-    ("convert_element_type", "copy", "copy_p", "reduce_precision", "stop_gradient"), POINTWISE
-  ),
-  **dict.fromkeys(
     (
-      *("abs", "acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "cbrt", "ceil", "cos"),
-      *("cosh", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "integer_pow"),
-      *("lgamma", "log", "log1p", "logistic", "pow", "round", "rsqrt", "sign", "sin", "sinh"),
-      *("sqrt", "square", "tan", "tanh"),
+      *("add", "add_any", "div", "max", "min", "mul", "mulhi", "neg", "reciprocal", "rem", "sub"),
+      *("clamp", "select_n"),
     ),
     POINTWISE,
   ),
   **dict.fromkeys(
-    ("and", "eq", "ge", "gt", "is_finite", "le", "lt", "ne", "not", "or", "xor"), POINTWISE
+    (
+      *("convert_element_type", "copy", "copy_p", "name", "reduce_precision", "stop_gradient"),
+      *("bitcast_convert_type", "complex", "conj", "imag", "real", "nextafter"),
+    ),
+    POINTWISE,
   ),
-  **dict.fromkeys(("optimization_barrier", "pvary", "reshard", "sharding_constraint"), IDENTITY),
-  **dict.fromkeys(("all_gather", "pbroadcast", "ppermute"), ENTRYWISE),
+  **dict.fromkeys(
+    (
+      *("abs", "acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "cbrt", "ceil", "cos"),
+      *("cosh", "exp", "exp2", "expm1", "floor", "integer_pow", "log", "log1p", "logistic", "pow"),
+      *("round", "rsqrt", "sign", "sin", "sinh", "sqrt", "square", "tan", "tanh"),
+    ),
+    POINTWISE,
+  ),
+  **dict.fromkeys(
+    (
+      *("bessel_i0e", "bessel_i1e", "digamma", "erf", "erf_inv", "erfc", "igamma"),
+      *("igamma_grad_a", "igammac", "lgamma", "polygamma", "random_gamma_grad"),
+      *("regularized_incomplete_beta", "zeta"),
+    ),
+    POINTWISE,
+  ),
+  **dict.fromkeys(
+    (
+      *("and", "clz", "eq", "ge", "gt", "is_finite", "le", "lt", "ne", "not", "or", "xor"),
+      *("eq_to", "le_to", "lt_to", "population_count"),
+      *("shift_left", "shift_right_arithmetic", "shift_right_logical"),
+    ),
+    POINTWISE,
+  ),
+  **dict.fromkeys(
+    (
+      *("device_put", "layout_constraint", "optimization_barrier", "pvary", "reshard"),
+      *("sharding_constraint", "reduced_vary_cast_p", "vary_unreduced_cast_p"),
+    ),
+    IDENTITY,
+  ),
+  **dict.fromkeys(
+    (
+      *("all_gather", "all_gather_invariant", "all_gather_reduced", "pbroadcast", "ppermute"),
+      *("reduce_scatter", "unreduced_psum", "unreduced_reduce_scatter"),
+    ),
+    ENTRYWISE,
+  ),
   **dict.fromkeys(("pmax", "pmin", "psum", "psum2", "psum_invariant"), ENTRYWISE),
   "rev": ENTRYWISE,
   "tile": Rule(_stretch, is_entrywise=True),
-  **dict.fromkeys(("concatenate", "pad", "slice", "split"), PART),
+  **dict.fromkeys(("concatenate", "pad", "split"), PART),
+  "slice": Rule(_slice, is_entrywise=True),
+  "stack": Rule(_stack, is_entrywise=True),
+  "unstack": Rule(_unstack, is_entrywise=True),
   "dynamic_slice": Rule(_dynamic_slice, is_entrywise=True, is_lookup=True),
   "gather": Rule(_gather, is_lookup=True),
-  "dynamic_update_slice": UPDATE,
+  "dynamic_update_slice": _update(1),
   **dict.fromkeys(
-    ("scatter", "scatter-add", "scatter-max", "scatter-min", "scatter-mul", "scatter-sub"), UPDATE
+    ("scatter", "scatter-add", "scatter-max", "scatter-min", "scatter-mul", "scatter-sub"),
+    _update(2),
   ),
   "transpose": Rule(_transpose),
   "reshape": Rule(_reshape),
@@ -271,10 +356,6 @@ RULES: dict[str, Rule] = {
   "conv_general_dilated": _product_rule(_convolution),
 }
 _UNKNOWN = Rule(None)
-
-
-def is_known(equation: _types.Equation) -> bool:
-  return equation.primitive.name in RULES
 
 
 def rule_of(equation: _types.Equation) -> Rule:

@@ -115,4 +115,4 @@ class Model:
 
 
 def _is_kernel(leaf: _layer_axes.Leaf) -> bool:
-  return len(leaf.shape) > 1 if leaf.axes is None else bool(leaf.axes.fan_in)
+  return len(leaf.shape_of_layer) > 1 if leaf.roles is None else bool(leaf.roles.fan_in)

@@ -130,11 +130,10 @@ def by_lookup(p, x):
 @pytest.mark.parametrize("loss_fn", [by_einsum, by_vmap, by_ragged_dot])
 def test_stacked_experts(loss_fn):
   params = {"up": jnp.ones((3, 8, 6)), "bias": jnp.ones((3, 6)), "down": jnp.ones((3, 6, 8))}
-  assert axes(loss_fn, params, X) == {
-    "bias": ((), (0,)),
-    "down": ((1,), (0,)),
-    "up": ((1,), (0,)),
-  }
+  found = axes(loss_fn, params, X)
+  assert found["up"] == found["down"] == ((1,), (0,))
+  # The rows of the biases for `ragged_dot` are read as of a table.
+  assert found["bias"] == ((), () if loss_fn is by_ragged_dot else (0,))
 
 
 def test_experts_that_each_token_looks_up():

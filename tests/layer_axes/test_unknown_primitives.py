@@ -1,4 +1,4 @@
-"""A primitive that the analysis does not know is named, and one entry in a table teaches it."""
+"""A primitive that the analysis does not know is named, with what the user can write."""
 
 import re
 
@@ -6,6 +6,7 @@ import jax
 import jax.extend
 from jax.interpreters import ad, mlir
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
@@ -20,10 +21,16 @@ ad.deflinear2(UNHEARD_OF, lambda cotangent, x: [UNHEARD_OF.bind(cotangent)])
 mlir.register_lowering(UNHEARD_OF, mlir.lower_fun(jnp.flip, multiple_results=False))
 
 X = jnp.ones((2, 4))
+EPS = np.finfo(np.float32).eps
+GRADS = {
+  "kernel": np.random.default_rng(0).normal(size=(3, 4, 4)).astype(np.float32),
+  "head": np.random.default_rng(1).normal(size=(4, 1)).astype(np.float32),
+}
 STACKED = {"kernel": jnp.ones((3, 4, 4)), "head": jnp.ones((4, 1))}
 NAMED = re.escape(
-  "A trace of the loss does not tell the axes of 'kernel': there is no rule for the primitives that"
-  " these leaves enter, `unheard_of`. Add one to `optax_boost._trace._primitives.RULES`."
+  "A trace of the loss does not tell the axes of 'kernel' after `unheard_of`. Say them: pass the"
+  " result of `optax_boost.layer_axes(loss_fn, params, batch, axes={'kernel': ('fan-in',"
+  " 'outputs')})`, with 'layers', 'fan-in' or 'outputs' for each axis."
 )
 
 
@@ -34,8 +41,14 @@ def loss_with_hidden_axes(params, x):
   return jnp.sum(x @ params["head"])
 
 
-def described():
-  return optax_boost.layer_axes(loss_with_hidden_axes, STACKED, X)
+def loss_that_scans_first(params, x):
+  """A scan whose layers pass their kernels to the unknown primitive."""
+  x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ UNHEARD_OF.bind(w)), None), x, params["kernel"])
+  return jnp.sum(x @ params["head"])
+
+
+def described(**kwargs):
+  return optax_boost.layer_axes(loss_with_hidden_axes, STACKED, X, **kwargs)
 
 
 def test_a_description_names_the_primitive_that_hides_the_axes_of_a_leaf():
@@ -43,14 +56,14 @@ def test_a_description_names_the_primitive_that_hides_the_axes_of_a_leaf():
 
 
 def test_a_primitive_in_which_a_leaf_meets_data_is_also_named():
-  params = {"decay": jnp.ones((2, 4)), "kernel": jnp.ones((4, 1))}
+  params = {"decay": jnp.ones((4, 4)), "kernel": jnp.ones((4, 1))}
 
   def loss_fn(params, x):
-    return jnp.sum(jax.lax.igamma(jnp.exp(params["decay"]), jnp.exp(x)) @ params["kernel"])
+    return jnp.sum(jax.lax.linalg.triangular_solve(params["decay"], x) @ params["kernel"])
 
   layers = optax_boost.layer_axes(loss_fn, params, X)
   assert dict(zip(layers.paths, layers.unknown_primitives, strict=True)) == {
-    "decay": ("igamma",),
+    "decay": ("triangular_solve",),
     "kernel": (),
   }
 
@@ -79,7 +92,9 @@ METHODS = {
 @pytest.mark.parametrize("name", METHODS)
 def test_a_method_names_the_primitive_in_a_warning(name):
   tx = METHODS[name](described())
-  with pytest.warns(UserWarning, match=f"{NAMED} `{name}` takes each of these leaves for one"):
+  with pytest.warns(
+    UserWarning, match=f"{NAMED} Until then, `{name}` goes by the names and shapes"
+  ):
     traced_update(tx)
 
 
@@ -103,7 +118,7 @@ def test_the_train_step_warns_once_of_the_primitive():
 def test_a_method_that_finds_nothing_to_do_says_why():
   params = {"scale": jnp.ones((4, 4))}
   layers = optax_boost.layer_axes(lambda p, x: jnp.sum(x @ UNHEARD_OF.bind(p["scale"])), params, X)
-  message = "finds no kernel to centralize. .* there is no rule for .* `unheard_of`"
+  message = "finds no kernel to centralize. .* does not tell the axes of 'scale' after `unheard_of`"
   with pytest.warns(optax_boost.NoEffectWarning, match=message):
     optax_boost.centralize(layers=layers).init(params)
 
@@ -111,6 +126,50 @@ def test_a_method_that_finds_nothing_to_do_says_why():
 def test_groups_by_layers_warn_of_the_primitive_that_hides_the_layers():
   with pytest.warns(optax_boost.NoEffectWarning, match=f"no leaf that holds many layers.* {NAMED}"):
     optax_boost.dim_reduce(lambda params: None, groups=described())
+
+
+def test_the_axis_that_a_scan_slices_is_kept_if_the_layers_hide_their_own_axes():
+  layers = optax_boost.layer_axes(loss_that_scans_first, STACKED, X)
+  assert str(layers).endswith("kernel: layers (0,), unknown (1, 2) after unheard_of")
+  # LARS needs no more, so it does not warn; warnings are errors.
+  traced_update(optax_boost.lars(0.1, layers=layers))
+  tx = optax_boost.centralize(layers=layers)
+  with pytest.warns(UserWarning, match=NAMED):
+    updates, _ = tx.update(GRADS, tx.init(STACKED))
+  expected = GRADS["kernel"] - GRADS["kernel"].mean(axis=1, keepdims=True)
+  np.testing.assert_allclose(updates["kernel"], expected, rtol=0, atol=4 * EPS)
+
+
+def test_axes_that_the_user_says_replace_those_of_the_trace_and_end_the_warning():
+  layers = described(axes={"kernel": ("layers", "outputs", "fan-in"), "head": ("outputs",) * 2})
+  assert str(layers) == "head: outputs (0, 1)\nkernel: layers (0,), fan-in (2,), outputs (1,)"
+  tx = optax_boost.centralize(layers=layers)
+  updates, _ = tx.update(GRADS, tx.init(STACKED))
+  expected = GRADS["kernel"] - GRADS["kernel"].mean(axis=2, keepdims=True)
+  np.testing.assert_allclose(updates["kernel"], expected, rtol=0, atol=4 * EPS)
+  np.testing.assert_array_equal(updates["head"], GRADS["head"])
+
+
+@pytest.mark.parametrize(
+  ("axes", "error", "message"),
+  [
+    ({"kernel": ("layers", "inputs", "outputs")}, ValueError, "each of the 3 axes of 'kernel'"),
+    ({"kernel": ("fan-in", "outputs")}, ValueError, "each of the 3 axes of 'kernel'"),
+    ({"kernel": "layers"}, ValueError, "each of the 3 axes of 'kernel'"),
+    ({"kernel": (0, 1, 2)}, ValueError, "'layers', 'fan-in' or 'outputs' for each"),
+    ({"kernel": 3}, ValueError, "'layers', 'fan-in' or 'outputs' for each"),
+    (("layers",), TypeError, "must be a dict from regular expressions"),
+    ({"(": ("layers",)}, ValueError, "not a regular expression"),
+  ],
+)
+def test_axes_that_are_none_say_what_they_must_be(axes, error, message):
+  with pytest.raises(error, match=message):
+    described(axes=axes)
+
+
+def test_axes_of_no_leaf_are_warned_of():
+  with pytest.warns(optax_boost.NoEffectWarning, match="kernle"):
+    described(axes={"kernle": ("layers", "fan-in", "outputs")})
 
 
 def test_one_entry_in_the_table_teaches_a_primitive(monkeypatch):

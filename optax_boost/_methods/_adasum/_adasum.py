@@ -190,7 +190,8 @@ def adasum(
     paths, single_layers, join = _layers.split_layers(updates, layer_axes)
     if not single_layers:
       return updates, state
-    _layer_arguments.warn_of_unknown_axes("adasum", _layer_axes.leaves_of(updates), layer_axes)
+    leaves = _layer_axes.leaves_of(updates, layer_axes)
+    _layer_arguments.warn_of_unknown_axes("adasum", leaves, layer_axes, layers_only=True)
     check_not_summed(single_layers, axes + local_axes)
     outputs, orthogonality, notfinite = _reduction.reduce_over_devices(
       single_layers, _group_numbers(paths, patterns), axes, local_axes, shard_axes
