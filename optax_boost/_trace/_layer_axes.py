@@ -174,6 +174,7 @@ def layer_axes(
   params: optax.Params,
   *args: Any,
   axes: Mapping[str, Sequence[str]] | None = None,
+  axis_name: _types.AxisName | None = None,
 ) -> LayerAxes:
   """Reads the roles of the axes of the params from a trace of the loss.
 
@@ -200,6 +201,8 @@ def layer_axes(
     axes: for leaves whose axes the trace does not tell, or tells wrong: a dict from regular
       expressions, which match whole segments of paths, to ``"layers"``, ``"fan-in"`` or
       ``"outputs"`` for each axis.
+    axis_name: the axis, or axes, of ``vmap``, ``pmap`` or ``shard_map`` that the loss reduces over
+      (``pmean``, a BatchNorm with `axis_name`).
 
   Returns:
     A hashable description of all leaves, a pytree without leaves. The axes of a leaf are unknown
@@ -209,7 +212,8 @@ def layer_axes(
   Raises:
     TypeError: `loss_fn` is not callable, a leaf of the other arguments is not an array, or `axes`
       does not hold names of axes.
-    ValueError: `axes` has other names, or not one for each axis of a leaf.
+    ValueError: `axes` has other names, or not one for each axis of a leaf; or the loss uses a named
+      axis that is not in `axis_name`.
 
   Examples:
     >>> import jax, jax.numpy as jnp, optax_boost
@@ -230,7 +234,7 @@ def layer_axes(
     blocks: layers (0,), fan-in (1,), outputs (2,)
     head: fan-in (1,), outputs (0,)
   """
-  program = _losses.trace(loss_fn, params, args)
+  program = _losses.trace(loss_fn, params, args, axis_name)
   described = describe(program, params, _losses.data_flags(loss_fn, args))
   return described if axes is None else _with_axes(described, params, axes)
 

@@ -31,7 +31,7 @@ def trace(
       raise
     raise ValueError(
       f"`loss_fn` must be traced with its named axis: {str(error).partition('.')[0]}. Pass the name"
-      ' to `layer_groups`, as axis_name="batch", or a tuple of names.'
+      ' to `layer_groups` or `layer_axes`, as axis_name="batch", or a tuple of names.'
     ) from error
 
 

@@ -264,6 +264,8 @@ def test_a_loss_that_reduces_over_named_axes_is_traced_with_their_names(names):
     optax_boost.layer_groups(loss, params, BATCH)
   plan = optax_boost.layer_groups(loss, params, BATCH, axis_name=names)
   assert plan == optax_boost.layer_groups(chain_loss, params, BATCH)
+  axes = optax_boost.layer_axes(loss, params, BATCH, axis_name=names)
+  assert axes.axes == optax_boost.layer_axes(chain_loss, params, BATCH).axes
   with pytest.raises(TypeError, match="`axis_name` must be the name of a mesh axis"):
     optax_boost.layer_groups(loss, params, BATCH, axis_name=0)
 
