@@ -115,6 +115,12 @@ def mean_over_batches(
       f"`batches` must be an iterable of batches; got {_checks.shorten(batches)}. A single batch is"
       " passed as `[batch]`."
     )
+  if isinstance(batches, jax.Array | np.ndarray):
+    raise TypeError(
+      f"`batches` must be an iterable of batches; got an array of shape {batches.shape}, whose rows"
+      " would be the batches. A single batch is passed as `[batch]`, a stack of batches as"
+      " `list(stack)`."
+    )
   # The arrays that a `Partial` binds are arguments of the jitted function, not constants. So a
   # Partial of the same function with other arrays is not compiled again.
   partial = isinstance(function, jax.tree_util.Partial)

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from flax import nnx
 import jax
+import numpy as np
 
 from optax_boost import _train_step
 from optax_boost._foundation import _batches, _checks, _paths, _types
@@ -105,7 +106,8 @@ class _ClosedBatches:
 
 def close_all(batches: Any) -> Any:
   """Returns an iterable of closed batches if `batches` is an iterable, else `batches` itself."""
-  is_iterable = isinstance(batches, Iterable) and not isinstance(batches, Mapping | str | bytes)
+  refused = Mapping | str | bytes | jax.Array | np.ndarray
+  is_iterable = isinstance(batches, Iterable) and not isinstance(batches, refused)
   return _ClosedBatches(batches) if is_iterable else batches
 
 

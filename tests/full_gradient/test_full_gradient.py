@@ -1,12 +1,14 @@
 """The mean gradient over batches, streamed or scanned."""
 
 import chex
+from flax import nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import optax_boost
+import optax_boost.nnx
 from tests.svrg.test_svrg import (
   DATA,
   GRADIENT,
@@ -227,3 +229,12 @@ def test_a_stream_is_refused_under_jit_and_without_weight():
 def test_scan_refuses_arrays_that_are_not_stacked_batches(stacked):
   with pytest.raises(ValueError, match=r"at least one batch, and arrays whose first axis .* got"):
     optax_boost.full_gradient(GRADIENT, START, stacked, stacked=True)
+
+
+def test_an_array_is_not_an_iterable_of_batches():
+  array = jnp.ones((4, 2))
+  for passed in (array, np.asarray(array)):
+    with pytest.raises(TypeError, match=r"of shape \(4, 2\), whose rows.*`list\(stack\)`"):
+      optax_boost.full_gradient(lambda p, b: p, jnp.ones(2), passed)
+    with pytest.raises(TypeError, match="whose rows would be the batches"):
+      optax_boost.nnx.estimate_batch_stats(nnx.BatchNorm(2, rngs=nnx.Rngs(0)), passed)
