@@ -1,7 +1,7 @@
-""":func:`transformation` makes the transformation of each method.
+""":func:`transformation` makes the transformation of each method, :func:`with_form` of each step.
 
-It converts NumPy arrays to JAX arrays, checks the arguments of ``update``, and makes a
-:class:`~optax_boost._form._form.Form` an attribute of ``update``.
+Both convert NumPy arrays to JAX arrays, and make a :class:`~optax_boost._form._form.Form` an
+attribute of ``update``.
 """
 
 from collections.abc import Callable
@@ -44,10 +44,10 @@ def transformation(
     accepted = extra_args if takes_all else {k: v for k, v in extra_args.items() if k in named}
     return step(updates, state, params, **accepted)
 
-  return _with_form(form, init, update)
+  return with_form(form, init, update)
 
 
-def _with_form(
+def with_form(
   form: _form.Form,
   init: Callable[[optax.Params], optax.OptState],
   step: Callable[

@@ -2,12 +2,13 @@
 
 from collections.abc import Callable
 import dataclasses
+import functools
 from typing import Any
 
 import optax
 
-from optax_boost._form import _form
-from optax_boost._foundation import _arrays, _checks, _extra_args, _mesh_axes, _types
+from optax_boost._form import _form, _transformation
+from optax_boost._foundation import _checks, _mesh_axes, _types
 from optax_boost._step import _run, _slots, _state
 
 
@@ -54,24 +55,23 @@ def replace_inner(
 
 def as_transformation(step: _slots.Step) -> optax.GradientTransformationExtraArgs:
   """Returns the transformation whose ``update`` makes the step."""
+  # The messages name the wrapper that asks for something.
+  rounds, averages = step.precision, step.averaging
   form = _form.Form(
-    step.method,
+    rounds.method if rounds else step.method,
     _state.StepState,
-    needs_params=bool(step.precision or step.averaging),
-    allows_complex=step.precision is None,
+    needs_params=bool(rounds or averages),
+    allows_complex=rounds is None,
     # The params of `optax.lookahead` are a pair, the gradients are not.
     allows_pairs=set(step.slots) == {"averaging"},
     step=step,
   )
-  # The messages name the wrapper that asks for something.
-  for_leaves = _named(form, step.precision)
-  for_params = _named(form, step.precision or step.averaging)
-
+  for_params = form if rounds or not averages else dataclasses.replace(form, method=averages.method)
   # `layerwise_decay` is the only wrapper without a state.
   stateful = {name for name in step.slots if name != "layer_rates"}
 
   def check(updates: optax.Updates, state: optax.OptState, params: optax.Params | None) -> None:
-    (for_params if params is None else for_leaves).check(updates, state, params)
+    (for_params if params is None else form).check(updates, state, params)
     filled = {name for name in _state.SLOTS if getattr(state, name) is not None}
     if filled != stateful:
       required, got = (", ".join(sorted(names)) or "no slot" for names in (stateful, filled))
@@ -81,25 +81,15 @@ def as_transformation(step: _slots.Step) -> optax.GradientTransformationExtraArg
         " into its structure."
       )
 
-  def init(params: optax.Params) -> optax.OptState:
-    for_leaves.check_leaves(params)
-    return _run.init(step, _arrays.as_jax(params))
-
   def update(
     updates: optax.Updates,
     state: optax.OptState,
-    params: optax.Params | None = None,
-    **extra_args: Any,
+    params: optax.Params | None,
+    extra_args: _types.ExtraArgs,
   ) -> tuple[optax.Updates, optax.OptState]:
-    updates, params = _arrays.as_jax((updates, params))
     check(updates, state, params)
-    extra_args = _extra_args.as_jax_gradients(extra_args)
     return _run.run(step, updates, state, params, extra_args, in_place=False)
 
-  update.form = form  # type: ignore[attr-defined]
-  update.check = check  # type: ignore[attr-defined]
-  return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _named(form: _form.Form, slot: Any) -> _form.Form:
-  return form if slot is None else dataclasses.replace(form, method=slot.method)
+  tx = _transformation.with_form(form, functools.partial(_run.init, step), update)
+  tx.update.check = check  # type: ignore[attr-defined]
+  return tx
