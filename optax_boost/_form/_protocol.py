@@ -18,7 +18,8 @@ The train step knows three requests and no method by name:
                     differentiates the loss
   frozen_groups     scalar int32; the train step leaves out the backward pass of this number of
                     first groups of layers. The field `frozen_for`, scalar int32, is a number of
-                    steps during which `frozen_groups` does not change
+                    steps during which `frozen_groups` does not change. If it is negative, the
+                    state's method ``check_declared(frozen_for)`` raises an error
   full_gradient     the mean gradient over all of the data, which ``TrainStep.refresh`` passes to
                     the state's method ``with_full_gradient(params, full_gradient)``
 

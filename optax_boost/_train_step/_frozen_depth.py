@@ -69,10 +69,20 @@ class DepthReader:
     if remembered is None or any(
       ref() is not array for ref, array in zip(remembered.arrays, arrays, strict=True)
     ):
-      return read_scalars(state.frozen_groups)[0], 1
+      return self._read_device(state)[0], 1
     if remembered.steps > 0:
       return remembered.depth, remembered.steps
+    return self._read_device(state)
+
+  @staticmethod
+  def _read_device(state: optax.OptState) -> tuple[int, int]:
+    """Returns the fields `frozen_groups` and `frozen_for` of a state that freezes groups.
+
+    Raises ValueError if the state's schedule returned a number of groups that it doesn't declare.
+    """
     depth, steps = read_scalars((state.frozen_groups, getattr(state, "frozen_for", 1)))
+    if steps < 0:
+      state.check_declared(steps)
     return depth, steps
 
   def remember(self, opt_state: optax.OptState, depth: int | None, steps: int) -> None:

@@ -681,16 +681,71 @@ def test_a_count_apart_from_moments_counts_the_run():
   assert 4 < jnp.max(updates["body"]) < 5
 
 
-@pytest.mark.parametrize(("depth", "trained"), [(7, [False, True]), (-3, [True, True])])
-def test_a_depth_beyond_the_groups_is_clipped(depth, trained):
-  schedule = optax_boost.FreezeSchedule(2, lambda t, key: jnp.int32(depth))
+def test_a_negative_depth_freezes_nothing():
+  schedule = optax_boost.FreezeSchedule(2, lambda t, key: jnp.int32(-3))
   for inner in (optax.sgd(RATE), optax.adam(RATE)):
     tx = optax_boost.freeze_layers(inner, ["body", "head"], schedule)
     state = tx.init(written_out())
     for _ in range(2):
-      assert int(state.frozen_groups) == 2 - sum(trained)
+      assert int(state.frozen_groups) == 0
       updates, state = tx.update(ones(0, written_out()), state, written_out())
-      assert [bool(np.any(updates[name])) for name in ("body", "head")] == trained
+      assert all(np.any(updates[name]) for name in ("body", "head"))
+
+
+UNDECLARED = {
+  "between": ((0, 2), 1, r"must return one of its depths.* \(0, 2\) returned 1 for"),
+  "below": ((1, 2), -3, r"FreezeSchedule with the depths \(1, 2\) returned 0 for"),
+  "above": ((0, 1), 2, r"FreezeSchedule with the depths \(0, 1\) returned 2 for"),
+  "more than the groups": (None, 7, r"FreezeSchedule with the depths 0 to 2 returned 7 for"),
+}
+THREE = {name: jnp.ones(2) for name in "abc"}
+
+
+def undeclared(name, first=2):
+  """An optimizer whose schedule declares the depth of the first two steps, but not the third's."""
+  depths, depth, _ = UNDECLARED[name]
+  declared = max(depths or (2,))
+  schedule = optax_boost.FreezeSchedule(
+    3, lambda t, key: jnp.where(t < first, declared, depth), depths=depths
+  )
+  return optax_boost.freeze_layers(optax.adam(RATE), ["a", "b", "c"], schedule)
+
+
+@pytest.mark.parametrize("first", [2, 0])
+@pytest.mark.parametrize("name", UNDECLARED)
+def test_a_depth_that_the_schedule_does_not_declare_is_refused(name, first):
+  text = (
+    UNDECLARED[name][2]
+    + r" the next step\. Name all numbers that .* returns in `depths`, from 0 to"
+  )
+  tx = undeclared(name, first)
+  state = tx.init(THREE)
+  step = optax_boost.make_train_step(
+    lambda p, x: sum(jnp.sum(leaf * x) for leaf in p.values()), tx, donate=False
+  )
+  run = step.init(THREE)
+  for _ in range(first):
+    _, state = tx.update(THREE, state, THREE)
+    run, _ = step(run, 1.0)
+  with pytest.raises(ValueError, match=text):
+    tx.update(THREE, state, THREE)
+  with pytest.raises(ValueError, match=text):
+    step(run, 1.0)
+
+
+@pytest.mark.parametrize("name", UNDECLARED)
+def test_a_program_of_ones_own_takes_the_next_smaller_declared_depth(name):
+  depths, depth, _ = UNDECLARED[name]
+  taken = max((d for d in depths or range(3) if d <= depth), default=min(depths or (0,)))
+  state = undeclared(name).init(THREE)
+  for t in range(4):
+    updates, state = jax.jit(undeclared(name).update)(THREE, state, THREE)
+    frozen = max(depths or (2,)) if t < 2 else taken
+    # Adam's steps from constant gradients have the length of the learning rate.
+    expected = [0.0 if i < frozen else -RATE for i in range(3)]
+    got = [float(updates[leaf][0]) for leaf in "abc"]
+    # In float32, 1 - 0.999 has an error of 2**-24, a relative 6e-5.
+    np.testing.assert_allclose(got, expected, rtol=1e-4)
 
 
 def test_freezing_costs_the_same_around_a_loss_scale_and_in_one():

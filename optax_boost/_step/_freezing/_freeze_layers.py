@@ -37,7 +37,8 @@ class FreezeLayersState(NamedTuple):
 
   Attributes:
     frozen_groups: scalar int32, how many groups the next step freezes.
-    frozen_for: scalar int32, a number of steps during which `frozen_groups` stays the same.
+    frozen_for: scalar int32, a number of steps during which `frozen_groups` stays the same; or
+      -d - 1 if the schedule returned d, which is none of its depths.
     key: raw key data of the schedule's generator.
     made_for: a dict without arrays. Its two keys describe the groups and the schedule: the train
       step reads the groups, and a state of other groups or of another schedule is refused.
@@ -56,6 +57,19 @@ class FreezeLayersState(NamedTuple):
     """Returns the groups of layers."""
     (text,) = [key for key in self.made_for if key.startswith(_GROUPS)]
     return _layer_groups.from_text(text.removeprefix(_GROUPS))
+
+  def check_declared(self, frozen_for: int) -> None:
+    """Raises ValueError if the schedule returned for the next step a depth that it doesn't declare.
+
+    `frozen_for` is the number in the state, on the host.
+    """
+    if frozen_for < 0:
+      (text,) = [key for key in self.made_for if key.startswith(_SCHEDULE)]
+      raise ValueError(
+        "A FreezeSchedule must return one of its depths, the numbers of groups that it freezes;"
+        f" {text.removeprefix(_SCHEDULE)} returned {-frozen_for - 1} for the next step. Name all"
+        " numbers that `frozen_groups(step, key)` returns in `depths`, from 0 to num_groups - 1."
+      )
 
 
 def freeze_layers(
@@ -118,7 +132,8 @@ def freeze_layers(
 
   Raises:
     ValueError: `schedule` is for another number of groups; in ``init``: the groups were made for
-      other params, or no leaf is in the last group.
+      other params, or no leaf is in the last group; in a step outside of ``jit``, and in each step
+      of a train step: the schedule returned a number of groups that is not in its `depths`.
 
   Examples:
     >>> import jax.numpy as jnp, optax, optax_boost
@@ -149,7 +164,8 @@ def freeze_layers(
     _layer_groups.numbering(groups, "freeze_layers"),
     (
       f"{_GROUPS}{_layer_groups.to_text(groups)}",
-      f"{_SCHEDULE}{schedule.name or 'FreezeSchedule'} with the depths {schedule.depths}",
+      f"{_SCHEDULE}{schedule.name or 'FreezeSchedule'} with the depths"
+      f" {schedule.depths or f'0 to {num_groups - 1}'}",
     ),
     _checks.as_key("key", key),
     counts,
@@ -252,6 +268,9 @@ class _FreezeLayers:
   ) -> "_FrozenStep":
     """Returns the functions of a step with the depth in `state`."""
     self._check_made_for(state.freezing.made_for)
+    frozen_for = _checks.concrete_number(state.freezing.frozen_for)
+    if frozen_for is not None:
+      state.freezing.check_declared(int(frozen_for))
     group_numbers = kept.take(self.number_leaves(grads))
     leaf_groups = _state_layout.leaf_groups(group_numbers, kept.take(grads))
     layout = _state_layout.find_layout(inner, state.inner_state, leaf_groups, self.owner_of_counts)
@@ -278,10 +297,16 @@ class _FreezeLayers:
     """Returns the fields `frozen_groups` and `frozen_for` of the state for step `count`."""
     key = jax.random.wrap_key_data(key_data, impl=jax.random.key_impl(self.key))
     depth = _schedules.scalar_depth(self.schedule.frozen_groups(count, key))
+    depth = jnp.maximum(depth.astype(jnp.int32), 0)
+    # The state's leaves and step counts are those of the declared depths, so an undeclared depth
+    # becomes the next smaller one. A traced program can't refuse it.
+    allowed = np.array(self.schedule.depths or range(self.schedule.num_groups), np.int32)
+    declared = jnp.asarray(allowed)[jnp.maximum(jnp.sum(allowed <= depth) - 1, 0)]
     lasts = 1 if self.schedule.lasts is None else self.schedule.lasts(count)
+    steps = jnp.maximum(_schedules.steps_with_depth(lasts), 1)
     return {
-      "frozen_groups": jnp.clip(depth, 0, self.schedule.num_groups - 1).astype(jnp.int32),
-      "frozen_for": _schedules.steps_with_depth(lasts),
+      "frozen_groups": declared,
+      "frozen_for": jnp.where(depth == declared, steps, -depth - 1),
     }
 
   def _first_trained(self, depth: _types.IntScalar) -> int:

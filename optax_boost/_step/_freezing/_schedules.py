@@ -36,11 +36,13 @@ class FreezeSchedule:
   Attributes:
     num_groups: the number of groups.
     frozen_groups: a pure function of the step (scalar int32) and a key. It returns how many groups
-      the step freezes, a scalar integer, which is clipped to 0, ..., num_groups - 1.
+      the step freezes, a scalar integer; less than 0 counts as 0.
     learning_rate_scale: a function of the step that returns a factor for the updates of each group,
       an array of `num_groups` numbers; None: no factors.
     depths: all values that `frozen_groups` may return. Groups that each value freezes together or
-      trains together share their step counts. None: any value.
+      trains together share their step counts. None: 0, ..., num_groups - 1. Another value is an
+      error in a train step, and outside of ``jit``; your own ``jit`` can't raise, and takes the
+      next smaller value of `depths`.
     lasts: a function of the step that returns for how many steps, including this step,
       `frozen_groups` returns the same number. The train step reads a new number from the device
       only after these steps. None: one step, so each step waits for the step before.
