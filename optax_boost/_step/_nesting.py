@@ -174,10 +174,12 @@ def _holder_name(holder: Any) -> str:
 
 
 def _holds_state(node: Any) -> bool:
-  """Returns whether a node is a state, or a tuple, list or dict that holds one, or nothing."""
+  """Returns whether a node is a state, a named tuple; or a container that holds one, or nothing."""
   if _masks.is_masked(node):
     return False
+  if isinstance(node, tuple) and hasattr(node, "_fields"):
+    return True
   flat = _trees.flatten_node(node)
-  if flat is None or type(node) not in (tuple, list, dict, collections.OrderedDict):
-    return flat is not None
+  if flat is None or not isinstance(node, tuple | list | dict):
+    return False
   return not flat[0] or any(map(_holds_state, flat[0]))

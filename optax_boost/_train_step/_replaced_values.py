@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
+from optax_boost._form import _finiteness
 from optax_boost._foundation import _paths, _trees, _types
 
 # The name of Flax's collection.
@@ -39,12 +40,7 @@ def write(
 
 def lost(old: Sequence[jax.Array], new: Sequence[jax.Array]) -> _types.BoolScalar:
   """Returns whether values that were finite are not finite any more."""
-
-  def is_finite(value: jax.Array) -> _types.BoolScalar:
-    return jnp.all(jnp.isfinite(value))
-
-  pairs = zip(old, new, strict=True)
-  return jnp.any(jnp.stack([is_finite(x) & ~is_finite(y) for x, y in pairs]))
+  return ~_finiteness.none_lost(list(new), list(old))
 
 
 def keep_unused(old: jax.Array, new: jax.Array) -> jax.Array:

@@ -312,6 +312,7 @@ _SEARCHES_A_LOSS = {
 }
 
 _SEES_ALL_PARAMS = {
+  "test_inside_partition_with_all_extra_arguments": "it acts on the whole loss",
   "test_none_and_masked_leaves_pass_through": "it acts on the whole loss, so it sees all params",
 }
 

@@ -107,7 +107,7 @@ def test_one_of_the_two_may_be_svrg():
   states = []
   for tx in (svrg, optax_boost.switch_after(2, svrg, optax.sgd(0.1))):
     step = optax_boost.make_train_step(loss_fn, tx)
-    state = step.refresh(step.init(jnp.zeros([])), batches)
+    state = step.refresh(step.init(jnp.zeros([])), list(batches))
     for batch in batches[:2]:
       state, _ = step(state, batch)
     states.append(state.params)

@@ -98,7 +98,10 @@ KINDS: dict[str | tuple[str, str], Kind] = {
   "rng": kinds.RNG,
   ("full_gradient", "rng"): kinds.SEED,
   ("full_gradient", "stacked"): kinds.FLAG,
-  ("auto_boost", "axis_name"): kinds.AXIS_WORD,
+  **dict.fromkeys(
+    (("auto_boost", "axis_name"), ("layer_axes", "axis_name"), ("layer_groups", "axis_name")),
+    kinds.AXIS_WORD,
+  ),
   ("auto_boost", "local_axis_name"): kinds.AXIS_WORD,
   **dict.fromkeys(
     ("check", "counts", "layout", "method", "backend", "not_finite", "level", "growth"), kinds.NAME
