@@ -352,3 +352,24 @@ def test_a_scale_that_half_precision_makes_infinite_is_refused():
 def test_scales_out_of_order_are_refused(kwargs):
   with pytest.raises(ValueError, match=r"must be in this order, from .*; got .*\d"):
     optax_boost.dynamic_loss_scale(optax.sgd(0.1), **kwargs)
+
+
+@pytest.mark.parametrize(
+  "wrap",
+  [
+    lambda: optax_boost.dynamic_loss_scale(optax.sgd(0.3), 8.0, check="updates"),
+    lambda: optax_boost.master_weights(optax.sgd(0.3), check="updates"),
+    lambda: optax_boost.dynamic_loss_scale(
+      optax_boost.master_weights(optax.sgd(0.3), check="updates"), 8.0, check="updates"
+    ),
+  ],
+  ids=["loss scale", "masters", "both"],
+)
+def test_updates_are_checked_under_the_leak_checker(wrap):
+  """The loss's gradient is 2 (x - 1) / 3, so a step shortens x - 1 = -1 to 0.8 of it."""
+  with jax.checking_leaks():
+    step = optax_boost.make_train_step(lambda p, x: jnp.mean((x @ p - 1) ** 2), wrap())
+    state = step.init(jnp.zeros(3))
+    for _ in range(2):
+      state, _ = step(state, jnp.eye(3))
+  np.testing.assert_allclose(state.params, np.full(3, 1 - 0.8**2), rtol=1e-6)
