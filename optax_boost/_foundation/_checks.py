@@ -1,6 +1,6 @@
 """Checks of the arguments that users pass to factories."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import inspect
 import math
 import numbers
@@ -173,6 +173,26 @@ def check_callable(
   if not (callable(value) or (optional and value is None)):
     how = f", called as `{form}`" if form else ""
     raise TypeError(f"`{name}` must be callable{how}; got {shorten(value)}.")
+
+
+def call_schedule(call: str, function: Callable[..., Any], *args: Any) -> Any:
+  """Returns ``function(*args)``; raises TypeError if it needs the number of a traced step.
+
+  The message shows how the function is called: `call`, such as ``"every(step)"``.
+  """
+  try:
+    return function(*args)
+  except (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+  ) as error:
+    raise TypeError(
+      f"`{call}` must compute with `jnp`, since it is compiled with the step; got a function that"
+      " needs a Python number, as `if`, `and`, `int()`, NumPy and indices of lists do. Write"
+      " `jnp.where(step < 100, 0, 4)` for `0 if step < 100 else 4`, and `jnp.array(values)[step]`"
+      " for `values[step]`."
+    ) from error
 
 
 def check_type(

@@ -159,6 +159,8 @@ def check_traceable(name: str, tree: _types.Tree) -> None:
 def _describe(name: str, path: str, leaf: _types.Unchecked) -> str:
   """Returns the end of a message about a leaf that is not an array: its type, and what to do."""
   advice = f"Keep it out of `{name}`, as `equinox.filter(model, equinox.is_inexact_array)` does."
+  if name == "batch":
+    advice = "Leave it out of the batch, or pass its number in place of a text."
   if isinstance(leaf, int | float | complex):
     advice = f"Convert it with `jax.tree.map(jnp.asarray, {name})`."
   got = f"is {_checks.shorten(leaf)} of type {type(leaf).__name__}"

@@ -6,7 +6,7 @@ n_b   the batch's number of examples
 s = sum_b n_b s_b / sum_b n_b     the estimate
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -72,6 +72,21 @@ def summarize_uses(
   """
   missed, frozen = (uses == 0).astype(mean.dtype), (frozen_uses > 0).astype(mean.dtype)
   return {"mean": mean, "var": var, "missed": missed, "frozen": frozen}
+
+
+def call_model(model: Callable[[_types.Batch], Any], batch: _types.Batch) -> Any:
+  """Returns ``model(batch)``; raises TypeError if the call fails and the batch is a tree."""
+  try:
+    return model(batch)
+  except Exception as error:
+    if isinstance(batch, dict | tuple | list):
+      raise TypeError(
+        "`forward_fn` must say what of a batch the model takes if the batch is not a single array;"
+        f" got None and a {type(batch).__name__}, for which `model(batch)` raised"
+        f" {_checks.shorten(error)}. Pass, for example,"
+        ' `forward_fn=lambda model, batch: model(batch["x"])`, or `batch[0]` for a tuple.'
+      ) from error
+    raise
 
 
 def estimate(

@@ -243,7 +243,8 @@ def _refused(*args: Any, **kwargs: Any) -> None:
 
 def _window_length(every: _Every, inner_count: _types.IntScalar) -> _types.IntScalar:
   """Returns the number of micro-steps in the window that follows `inner_count` inner steps."""
-  length = every(inner_count) if callable(every) else every
+  call = "every(inner_count)"
+  length = _checks.call_schedule(call, every, inner_count) if callable(every) else every
   if jnp.shape(length) != ():
     raise ValueError(
       "`every` must return a scalar, the number of micro-steps in a window; got an array of shape"

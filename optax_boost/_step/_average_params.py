@@ -48,7 +48,7 @@ def _blend(a: jax.Array, x: jax.Array, k: _types.IntScalar, decay: _Decay | None
   """
   dtype = a.real.dtype
   if callable(decay):
-    share = jnp.asarray(1 - decay(k), dtype)
+    share = jnp.asarray(1 - _checks.call_schedule("decay(k)", decay, k), dtype)
   elif decay is not None:
     complement = jnp.asarray(1 - decay, dtype)
     share = complement / -jnp.expm1(k.astype(dtype) * jnp.log1p(-complement))

@@ -109,6 +109,9 @@ class TrainStep:
     except (RuntimeError, ValueError) as error:
       _explain_deleted(error, state=state, batch=batch, rng=rng)
       raise
+    except TypeError:
+      _tree_checks.check_traceable("batch", batch)
+      raise
     depths.remember(state.opt_state, depth, steps)
     return state, metrics
 
@@ -236,7 +239,11 @@ class TrainStep:
     _check_call(state, rng)
     depth, _ = self._depth_reader(state).read(state.opt_state)
     placement = _state_placement.placement(state)
-    return self._step.lower(state, batch, rng, self.computation.data, depth, placement)
+    try:
+      return self._step.lower(state, batch, rng, self.computation.data, depth, placement)
+    except TypeError:
+      _tree_checks.check_traceable("batch", batch)
+      raise
 
   def _depth_reader(self, state: _train_state.TrainState) -> _frozen_depth.DepthReader:
     structure = jax.tree.structure(state.opt_state)

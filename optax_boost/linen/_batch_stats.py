@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 import dataclasses
 import inspect
-import operator
 from typing import Any
 
 from flax import linen as nn, traverse_util
@@ -89,7 +88,7 @@ def estimate_batch_stats(
     for sum_name in _batch_stats.SUMS
   }
   constants = {**collections, _COLLECTION: traverse_util.unflatten_dict(with_sums)}
-  summary = _BatchSummary(module, forward_fn or operator.call, selection)
+  summary = _BatchSummary(module, forward_fn or _batch_stats.call_model, selection)
   summarize_batch = jax.tree_util.Partial(summary, params, constants)
   estimated = _batch_stats.estimate(summarize_batch, statistics, selection, batches, weight_fn)
   leaves |= {

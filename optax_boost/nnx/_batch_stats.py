@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Sequence
 import functools
-import operator
 from typing import Any
 
 from flax import nnx
@@ -85,7 +84,7 @@ def estimate_batch_stats(
     for name in _batch_stats.SUMS:
       setattr(norm, name, nnx.BatchStat(jnp.zeros_like(norm.mean[...])))
   # A `Partial`, so that calls with the same function and model structure share a compiled program.
-  forward = jax.tree_util.Partial(forward_fn or operator.call)
+  forward = jax.tree_util.Partial(forward_fn or _batch_stats.call_model)
   summarize_batch = jax.tree_util.Partial(_summarize_batch, forward, *nnx.split(working))
   statistics = {path: {"mean": n.mean[...], "var": n.var[...]} for path, n in norms.items()}
   batches, weight_fn = _batch.close_all(batches), _batch.on_user_batch(weight_fn)

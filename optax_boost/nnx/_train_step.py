@@ -61,7 +61,7 @@ class TrainStep:
     self,
     model: _model.Model,
     optimizer: nnx.Optimizer,
-    batch: _types.Batch,
+    batch: _types.Batch = dataclasses.MISSING,
     rng: Rng | None = None,
   ) -> _types.Metrics:
     """Updates model and optimizer in place; returns the metrics. See :func:`make_train_step`."""
@@ -168,6 +168,9 @@ class TrainStep:
       depths = _train_step.DepthReader(optimizer.opt_state)
       placement = _train_step.placement(state)
       self._trainings[optimizer] = _Training(optimizer.tx, placement, depths)
+    if batch is dataclasses.MISSING:
+      # Else `step(model, batch)` would be answered by a missing `batch`, not by the optimizer.
+      raise TypeError("A step needs a batch, too: `step(model, optimizer, batch)`; got none.")
     training = self._trainings[optimizer]
     depth, steps = training.depths.read(optimizer.opt_state)
     batch = _batch.close(batch)

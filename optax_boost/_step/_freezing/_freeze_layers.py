@@ -296,13 +296,15 @@ class _FreezeLayers:
   def _depth_at(self, count: _types.IntScalar, key_data: jax.Array) -> dict[str, Any]:
     """Returns the fields `frozen_groups` and `frozen_for` of the state for step `count`."""
     key = jax.random.wrap_key_data(key_data, impl=jax.random.key_impl(self.key))
-    depth = _schedules.scalar_depth(self.schedule.frozen_groups(count, key))
+    call, schedule = _checks.call_schedule, self.schedule
+    depth = call("frozen_groups(step, key)", schedule.frozen_groups, count, key)
+    depth = _schedules.scalar_depth(depth)
     depth = jnp.maximum(depth.astype(jnp.int32), 0)
     # The state's leaves and step counts are those of the declared depths, so an undeclared depth
     # becomes the next smaller one. A traced program can't refuse it.
     allowed = np.array(self.schedule.depths or range(self.schedule.num_groups), np.int32)
     declared = jnp.asarray(allowed)[jnp.maximum(jnp.sum(allowed <= depth) - 1, 0)]
-    lasts = 1 if self.schedule.lasts is None else self.schedule.lasts(count)
+    lasts = 1 if schedule.lasts is None else call("lasts(step)", schedule.lasts, count)
     steps = jnp.maximum(_schedules.steps_with_depth(lasts), 1)
     return {
       "frozen_groups": declared,
@@ -325,9 +327,10 @@ class _FreezeLayers:
     """Returns the updates, multiplied by the schedule's learning rate factor of each group."""
     if self.schedule.learning_rate_scale is None:
       return updates
-    scale = _schedules.scale_per_group(
-      self.schedule.learning_rate_scale(count), self.schedule.num_groups
+    scale = _checks.call_schedule(
+      "learning_rate_scale(step)", self.schedule.learning_rate_scale, count
     )
+    scale = _schedules.scale_per_group(scale, self.schedule.num_groups)
     return jax.tree.map(
       lambda n, u: (_arrays.widen(u) * scale[n]).astype(u.dtype), group_numbers, updates
     )

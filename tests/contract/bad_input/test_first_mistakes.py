@@ -1,0 +1,117 @@
+"""Mistakes of a first program are answered by what was required, what came and what to do."""
+
+from flax import linen as nn, nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optax_boost
+import optax_boost.linen
+import optax_boost.nnx
+
+PARAMS = {"w": jnp.ones((3, 1))}
+BATCH = {"x": jnp.ones((4, 3)), "y": jnp.ones((4, 1))}
+
+
+def squares(params, batch):
+  return jnp.mean((batch["x"] @ params["w"] - batch["y"]) ** 2)
+
+
+def loss_of_model(model, batch):
+  return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
+
+
+def freezing(**functions):
+  options = {"frozen_groups": lambda step, key: 0} | functions
+  return optax_boost.freeze_layers(optax.sgd(0.1), ["w"], optax_boost.FreezeSchedule(1, **options))
+
+
+WITH_SCHEDULE = {
+  "frozen_groups(step, key)": lambda f: freezing(frozen_groups=lambda step, key: f(step)),
+  "lasts(step)": lambda f: freezing(lasts=f),
+  "learning_rate_scale(step)": lambda f: freezing(
+    learning_rate_scale=lambda step: jnp.ones(1) * f(step)
+  ),
+  "decay(k)": lambda f: optax_boost.average_params(optax.sgd(0.1), decay=lambda k: 0.5 * f(k)),
+  "every(inner_count)": lambda f: optax_boost.accumulate(optax.sgd(0.1), lambda step: f(step) + 1),
+}
+OF_A_PYTHON_NUMBER = {
+  "if": lambda step: -1 if step > 3 else 0,
+  "int": lambda step: min(int(step), 0),
+  "numpy": lambda step: int(np.minimum(step, 0)),
+  "list": lambda step: [0, 0, 0][step],
+}
+
+
+@pytest.mark.parametrize("function", OF_A_PYTHON_NUMBER.values(), ids=OF_A_PYTHON_NUMBER)
+@pytest.mark.parametrize("call", WITH_SCHEDULE)
+def test_a_schedule_that_needs_a_python_number_is_told_to_compute_with_jnp(call, function):
+  step = optax_boost.make_train_step(squares, WITH_SCHEDULE[call](function))
+  with pytest.raises(TypeError) as refused:
+    step(step.init(PARAMS), BATCH)
+  text = str(refused.value)
+  assert text.startswith(f"`{call}` must compute with `jnp`")
+  assert "needs a Python number, as `if`" in text
+  assert "`jnp.where(step < 100, 0, 4)`" in text
+
+
+def test_the_loss_of_a_linen_model_without_split_loss_is_told_to_split():
+  variables = nn.Dense(1).init(jax.random.key(0), BATCH["x"])
+  step = optax_boost.make_train_step(loss_of_model, optax.sgd(0.1))
+  with pytest.raises(
+    TypeError, match=r"params, which can't be called like a model.*linen\.split_loss\(loss_fn, mod"
+  ):
+    step(step.init(variables), BATCH)
+
+
+def test_another_type_error_of_a_loss_passes_unchanged():
+  step = optax_boost.make_train_step(lambda p, batch: batch["x"](p), optax.sgd(0.1))
+  with pytest.raises(TypeError, match=r"^'.*Tracer' object is not callable"):
+    step(step.init(PARAMS), BATCH)
+
+
+@pytest.mark.parametrize("text", ["a name", np.array(["a", "b", "c", "d"])])
+def test_a_text_in_a_batch_is_named(text):
+  step = optax_boost.make_train_step(squares, optax.sgd(0.1))
+  state, batch = step.init(PARAMS), BATCH | {"name": text}
+  calls = (step, step.lower, lambda state, batch: step.compile_ahead(state, [batch]))
+  for call in calls:
+    with pytest.raises(TypeError, match=r"`batch` must hold arrays.*'name' is.*Leave it out of"):
+      call(state, batch)
+  step(state, BATCH)
+
+
+class Normalized(nnx.Module):
+  def __init__(self):
+    self.norm = nnx.BatchNorm(3, rngs=nnx.Rngs(0))
+
+  def __call__(self, x):
+    return self.norm(x)
+
+
+class LinenNormalized(nn.Module):
+  @nn.compact
+  def __call__(self, x):
+    return nn.BatchNorm(use_running_average=False)(x)
+
+
+@pytest.mark.parametrize("batch", [BATCH, (BATCH["x"], BATCH["y"])], ids=["dict", "tuple"])
+def test_statistics_of_batches_that_are_no_arrays_ask_for_a_forward_fn(batch):
+  module = LinenNormalized()
+  variables = module.init(jax.random.key(0), BATCH["x"])
+  text = rf"`forward_fn` must say what.*got None and a {type(batch).__name__},.*Pass, for example"
+  with pytest.raises(TypeError, match=text):
+    optax_boost.nnx.estimate_batch_stats(Normalized(), [batch])
+  with pytest.raises(TypeError, match=text):
+    optax_boost.linen.estimate_batch_stats(module, variables, [batch])
+
+
+def test_a_step_without_the_optimizer_or_the_batch_is_told_what_is_missing():
+  model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
+  step = optax_boost.nnx.make_train_step(loss_of_model)
+  with pytest.raises(TypeError, match=r"`optimizer` must be what `nnx\.Optimizer\(.*got \{'x'"):
+    step(model, BATCH)
+  with pytest.raises(TypeError, match=r"needs a batch, too: `step\(model, optimizer, batch\)`"):
+    step(model, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param))
