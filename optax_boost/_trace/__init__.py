@@ -111,5 +111,6 @@ The modules, each of which imports those before it:
   _blocks         makes blocks of a series, of a chain of layers, or of what patterns select
   _position_tables  finds the tables of learned positions
   _layer_groups   ``layer_groups``: makes groups of blocks
+  _sources        from which arguments of a program each of its results is computed
   _frozen_scans   evaluates a loss with frozen layers in its scans
 """

@@ -1,14 +1,18 @@
 """Keeps the statistics of frozen layers unchanged, for example the running means of BatchNorms."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+import functools
+import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_boost._foundation import _paths, _trees, _types, _warnings
+from optax_boost._foundation import _paths, _types
 from optax_boost._trace import _layer_groups
+from optax_boost._train_step import _traced_loss
 from optax_boost._train_step._replaced_values import REPLACED_VALUES
 
 # Linen's collections, whose names may come first in the paths of params and statistics.
@@ -23,51 +27,79 @@ def hold_statistics(
   params: optax.Params,
   groups: Sequence[_layer_groups.GroupNumber],
   depth: _types.IntScalar | np.integer,
-  find_axes: Callable[[], Mapping[int, int]],
+  traced: _traced_loss.TracedLoss,
 ) -> _types.ModelState:
   """Returns the statistics after a step; frozen layers keep their old values.
 
   `before` and `after` are the model states before and after the forward pass. `groups` has the
   group of each leaf of `params`, and the first `depth` groups are frozen. A statistic belongs to
-  the layer whose params have the same path, apart from the name of a Linen collection in front.
-  Integers (counts of batches or draws) and statistics that belong to no layer have their new
-  values. A leaf of `before` may stack the statistics of several layers: ``find_axes()`` maps the
-  index of such a leaf to the axis of the layers.
+  the layer whose params have the same path, apart from the name of a Linen collection in front. If
+  there is no such layer, or its params are in several groups, the program of the loss places the
+  statistic: it is frozen if all params that it depends on are frozen. A statistic that depends on
+  data alone is frozen with group 0. Integers (counts of batches or draws), and statistics that
+  depend on neither params nor data, have their new values. A leaf of `before` may stack the
+  statistics of several layers; the program tells the axis of the layers.
   """
-  # Leaves are matched by path, since a loss may return other containers or more statistics.
-  numbered = enumerate(zip(_paths.leaf_paths(before), jax.tree.leaves(before), strict=True))
-  old_leaves = {path: (number, leaf) for number, (path, leaf) in numbered}
-  if not old_leaves:
+  if isinstance(depth, np.integer) and depth == 0:
     return after
-  modules = _groups_of_modules(params, groups)
-  axes = find_axes() if any(group.size > 1 for group in modules.values()) else {}
-
-  def keep(new: jax.Array, path: str, module: str) -> jax.Array:
-    if module not in modules or path not in old_leaves or not _is_inexact(new):
-      return new
-    number, old = old_leaves[path]
-    if jnp.shape(old) != jnp.shape(new):
-      return new
-    group = _along(axes.get(number), modules[module], new)
-    return _layer_groups.select_frozen(depth, group, old, new)
-
-  leaves = jax.tree.leaves(after)
-  paths, new_modules = _paths.leaf_paths(after), _module_paths(after)
+  # Leaves are matched by path, since a loss may return other containers or more statistics.
+  numbers = {path: number for number, path in enumerate(_paths.leaf_paths(before))}
+  paths, modules = _paths.leaf_paths(after), _module_paths(after)
+  old_leaves, leaves = jax.tree.leaves(before), jax.tree.leaves(after)
+  carried = {numbers[path]: i for i, path in enumerate(paths) if path in numbers}
   # An array that the loss returns unchanged, such as an adapter's base weight, is not a statistic.
-  old_ids = {id(leaf) for _, leaf in old_leaves.values()}
+  old_ids = set(map(id, old_leaves))
   statistics = [
-    path
-    for path, x in zip(paths, leaves, strict=True)
-    if _is_inexact(x) and id(x) not in old_ids and not path.startswith(REPLACED_VALUES)
+    (number, i)
+    for number, i in carried.items()
+    if id(leaves[i]) not in old_ids
+    and _is_inexact(leaves[i])
+    and jnp.shape(leaves[i]) == jnp.shape(old_leaves[number])
+    and not paths[i].startswith(REPLACED_VALUES)
   ]
-  if statistics and not modules.keys() & new_modules:
-    _warnings.warn_no_effect(
-      "`hold_frozen_statistics` holds none: no statistics have the path of a layer's params, as"
-      " 'norm/mean' next to 'norm/scale'. Pass hold_frozen_statistics=False if statistics of frozen"
-      " layers are to be updated.",
-      statistics,
-    )
-  return _trees.map_with(keep, after, paths, new_modules)
+  if not statistics:
+    return after
+  by_path = _groups_by_path(params, groups)
+  is_placed = all(modules[i] in by_path for _, i in statistics)
+  sources = [] if is_placed else traced.statistics_sources(carried)
+  axes = traced.statistics_axes() if any(np.size(group) > 1 for group in groups) else {}
+  for number, i in statistics:
+    axis, old, new = axes.get(number), old_leaves[number], leaves[i]
+    group = by_path.get(modules[i])
+    if group is None:
+      group = _group_by_trace(*sources[i], groups, 1 if axis is None else new.shape[axis])
+    leaves[i] = _layer_groups.select_frozen(depth, _along(axis, group, new), old, new)
+  return jax.tree.unflatten(jax.tree.structure(after), leaves)
+
+
+def _groups_by_path(
+  params: optax.Params, groups: Sequence[_layer_groups.GroupNumber]
+) -> dict[str, np.ndarray]:
+  """Returns the groups of the modules whose params are in one group, without the root."""
+  modules = _groups_of_modules(params, groups).items()
+  return {
+    module: first
+    for module, (first, *others) in modules
+    if module and all(np.array_equal(first, group) for group in others)
+  }
+
+
+def _group_by_trace(
+  sources: Sequence[int],
+  is_of_data: bool,
+  groups: Sequence[_layer_groups.GroupNumber],
+  num_layers: int,
+) -> np.ndarray:
+  """Returns the last group of the params that a statistic depends on, for each of its layers.
+
+  `sources` are the indices of these params, whose groups are in `groups`. `is_of_data` tells
+  whether the statistic depends on data.
+  """
+  if not sources:
+    return np.array([0 if is_of_data else NEVER_FROZEN])
+  # A layer depends on the layers before it, too, whose groups come first.
+  flat = map(np.ravel, [groups[i] for i in sources])
+  return _last_group([group if group.size == num_layers else np.max(group) for group in flat])
 
 
 def groups_of_values(
@@ -82,28 +114,32 @@ def groups_of_values(
   of :func:`hold_statistics`.
   """
   modules = _groups_of_modules(params, groups)
-  is_stacked = bool(values) and any(group.size > 1 for group in modules.values())
-  axes = find_axes() if is_stacked else {}
+  axes = find_axes() if values and any(np.size(group) > 1 for group in groups) else {}
 
   def group_of(number: int, path: _types.KeyPath) -> _layer_groups.GroupNumber:
-    module = jax.tree_util.keystr(path[1:-1], simple=True, separator="/")
+    module = "/".join(_segments(map(_text, path[1:])))
     while module and module not in modules:
       module = module.rpartition("/")[0]
     if module not in modules:
       return NEVER_FROZEN
-    return _along(axes.get(number), modules[module], values[path])
+    return _along(axes.get(number), _last_group(modules[module]), values[path])
 
   return [group_of(number, path) for number, path in enumerate(values)]
 
 
 def _groups_of_modules(
   params: optax.Params, groups: Sequence[_layer_groups.GroupNumber]
-) -> dict[str, np.ndarray]:
-  """Returns the last group in which each module has params: a number, or one for each layer."""
-  modules: dict[str, np.ndarray] = {}
+) -> dict[str, list[np.ndarray]]:
+  """Returns for each module the groups of its params: a number, or one for each layer."""
+  modules: dict[str, list[np.ndarray]] = {}
   for module, group in zip(_module_paths(params), groups, strict=True):
-    modules[module] = np.maximum(modules.get(module, 0), np.ravel(group))
+    modules.setdefault(module, []).append(np.ravel(group))
   return modules
+
+
+def _last_group(groups: Sequence[np.ndarray]) -> np.ndarray:
+  """Returns the last of several groups, each a number or one for each layer."""
+  return np.ravel(functools.reduce(np.maximum, groups))
 
 
 def _along(axis: int | None, group: np.ndarray, array: jax.Array) -> _layer_groups.GroupNumber:
@@ -113,6 +149,15 @@ def _along(axis: int | None, group: np.ndarray, array: jax.Array) -> _layer_grou
   return group.reshape([-1 if i == axis else 1 for i in range(array.ndim)])
 
 
+def _text(key: Any) -> str:
+  return jax.tree_util.keystr((key,), simple=True)
+
+
+def _segments(texts: Iterable[str]) -> list[str]:
+  """Returns the names of a leaf's modules, from the texts of the keys in the leaf's path."""
+  return re.split(r"[/.]", "/".join(texts))[:-1]
+
+
 def _is_inexact(x: _types.Unchecked) -> bool:
   return jnp.issubdtype(jnp.result_type(x), jnp.inexact)
 
@@ -120,8 +165,9 @@ def _is_inexact(x: _types.Unchecked) -> bool:
 def _module_paths(tree: _types.Tree) -> list[str]:
   """Returns the path of each leaf's module, without the name of a Linen collection in front.
 
-  An index in a list is written with the length of the list, as in ``2 of 4``. So params and
-  statistics in lists have the same path only if both lists have the same length.
+  Names in a flat tree, such as ``norm/scale`` and ``norm.scale``, count as paths. An index in a
+  list is written with the length of the list, as in ``2 of 4``. So params and statistics in lists
+  have the same path only if both lists have the same length.
   """
   lengths: dict[_types.KeyPath, int] = {}
   for path in _paths.leaf_keys(tree, lambda node: not jax.tree.leaves(node)):
@@ -130,11 +176,11 @@ def _module_paths(tree: _types.Tree) -> list[str]:
         lengths[path[:depth]] = max(lengths.get(path[:depth], 0), key.idx + 1)
 
   def names(path: _types.KeyPath) -> list[str]:
-    texts = [jax.tree_util.keystr((key,), simple=True) for key in path[:-1]]
+    texts = list(map(_text, path))
     for depth, text in enumerate(texts):
       if path[:depth] in lengths:
         texts[depth] = f"{text} of {lengths[path[:depth]]}"
-    return "/".join(texts).split("/") if texts else []
+    return _segments(texts)
 
   modules = list(map(names, _paths.leaf_keys(tree)))
   # If one path begins with a Linen collection, all paths do.

@@ -335,8 +335,8 @@ def make_train_step(
     donate: whether the new state reuses the memory of the old one.
     hold_frozen_statistics: whether the mutable statistics of frozen layers do not change. A
       statistic belongs to the layer whose params have the same path, without ``params`` or
-      ``batch_stats`` in front. Layers in lists match only if the lists of params and of statistics
-      have the same length. If no path fits, as with ``eqx.nn.State``, a warning says so.
+      ``batch_stats`` in front. Without such a path, a statistic is frozen if the loss computes it
+      from no trained param. Integers always change.
     weight: the weight of a batch in :func:`accumulate`, such as its number of real examples or
       tokens: the name of an entry of the loss's aux, or a function of the batch. None: all batches
       count equally.

@@ -177,7 +177,7 @@ class StepComputation:
         state.params,
         freezing.groups,
         freezing.depth,
-        traced.statistics_axes,
+        traced,
       )
     model_state = _replaced_values.write(model_state, paths, new_values)
     extra = {"value": value, "grad": grad, **objective.closures(start)}

@@ -4,14 +4,14 @@ The loss is a function of ``(params, values)``, where `values` are the entries o
 that the gradient replaces (:mod:`optax_boost._train_step._replaced_values`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
 import optax
 
 from optax_boost._foundation import _batches, _types
-from optax_boost._trace import _frozen_scans, _jaxpr, _layer_axes, _leaf_uses
+from optax_boost._trace import _flow, _frozen_scans, _jaxpr, _layer_axes, _leaf_uses, _sources
 
 # Params and replaced values: a pair.
 Differentiated: TypeAlias = tuple[optax.Params, Sequence[jax.Array]]
@@ -57,19 +57,45 @@ class TracedLoss:
     return _layer_axes.describe(self.program, params, [*state_flags, *_batches.data_flags(data)])
 
   def value_axes(self) -> dict[int, int]:
-    """Returns along which axis a scan over layers slices each of the replaced values, by index.
+    """Returns along which axis each of the replaced values stacks layers, by index.
 
-    Values that no scan slices are not in the dict.
+    The dict lacks a value that neither a scan over layers slices, nor the program by an index.
     """
-    return self._scanned_axes(len(jax.tree.leaves(self._inputs[0])), self._inputs[1])
+    return self._layer_axes_of(len(jax.tree.leaves(self._inputs[0])), self._inputs[1])
 
   def statistics_axes(self) -> dict[int, int]:
-    """Returns along which axis a scan slices each leaf of the model state, like `value_axes`."""
-    return self._scanned_axes(len(jax.tree.leaves(self._inputs)), self._arguments[0])
+    """Returns along which axis each leaf of the model state stacks layers, like `value_axes`."""
+    return self._layer_axes_of(len(jax.tree.leaves(self._inputs)), self._arguments[0])
 
-  def _scanned_axes(self, first: int, tree: _types.Tree) -> dict[int, int]:
-    end = first + len(jax.tree.leaves(tree))
-    return _leaf_uses.scanned_axes(self.program, range(first, end))
+  def statistics_sources(self, carried: Mapping[int, int]) -> list[tuple[list[int], bool]]:
+    """Returns for each leaf of the new model state on which params and data it depends.
+
+    `carried` maps the index of a leaf of the old model state to its index in the new one. A result
+    is a pair: the indices of the params' leaves, and whether the leaf depends on data.
+    """
+    (params, values), (model_state, batch, *rngs) = self._inputs, self._arguments
+    num_params = len(jax.tree.leaves(params))
+    first, of_data = num_params + len(values), 1 << num_params
+    num_old = len(jax.tree.leaves(model_state))
+    arguments = [1 << i for i in range(num_params)] + [0] * (len(values) + num_old)
+    arguments += [of_data if is_data else 0 for is_data in _batches.data_flags(batch)]
+    arguments += [0] * len(jax.tree.leaves(rngs))
+    # The first result is the loss, and the statistics come next.
+    pairs = {first + old: 1 + new for old, new in carried.items()}
+    results = _sources.sources_of_results(self.program, arguments, pairs, of_data)[1:]
+    return [
+      ([i for i in range(num_params) if bits >> i & 1], bool(bits & of_data)) for bits in results
+    ]
+
+  def _layer_axes_of(self, first: int, tree: _types.Tree) -> dict[int, int]:
+    """Returns the axes of the layers in `tree`, whose leaves are the inputs from `first` on."""
+    end, (batch, *rngs) = first + len(jax.tree.leaves(tree)), self._arguments[1:]
+    sliced = _leaf_uses.scanned_axes(self.program, range(first, end))
+    flags = _batches.data_flags((batch, rngs))
+    num_leaves = len(self.program.jaxpr.invars) - len(flags)
+    stacks = _flow.trace_flow(self.program, num_leaves, flags).stacks
+    axes = {leaf - first: axis for s in stacks for leaf, axis in s.axes if first <= leaf < end}
+    return axes | sliced
 
   def _trace(self, inputs: Differentiated) -> tuple[_types.Jaxpr, _types.TreeDef]:
     """Returns the program for inputs of the types of `inputs`, and its output's structure."""

@@ -18,7 +18,7 @@ import pytest
 
 import optax_boost
 from optax_boost._step._freezing import _schedules
-from optax_boost._train_step import _frozen_depth, _frozen_statistics
+from optax_boost._train_step import _frozen_depth
 import optax_boost.linen as ob_linen
 import optax_boost.nnx as ob_nnx
 from tests import compilations
@@ -900,60 +900,6 @@ def test_statistics_of_frozen_layers_are_frozen_by_an_option(variables, hold):
     before = variables["batch_stats"][f"BatchNorm_{i}"]["mean"]
     after = state.model_state["batch_stats"][f"BatchNorm_{i}"]["mean"]
     assert bool(jnp.all(before == after)) == (hold and i < 2)
-
-
-def held(params, statistics, *frozen_paths):
-  """The paths of the statistics that are not updated if some leaves of the params are frozen."""
-  paths = [jax.tree_util.keystr(p, simple=True, separator="/") for p, _ in flat(params)]
-  assert set(frozen_paths) <= set(paths)
-  groups = [int(path not in frozen_paths) for path in paths]
-  after = _frozen_statistics.hold_statistics(
-    statistics, jax.tree.map(lambda x: x + 1, statistics), params, groups, np.int32(1), dict
-  )
-  return [
-    jax.tree_util.keystr(path, simple=True, separator="/")
-    for (path, old), (_, new) in zip(flat(statistics), flat(after), strict=True)
-    if old == new
-  ]
-
-
-flat = lambda tree: jax.tree_util.tree_flatten_with_path(tree)[0]  # noqa: E731
-NORM = {"norm": {"scale": 1.0}}
-MEAN = {"norm": {"mean": 0.0}}
-
-
-@pytest.mark.parametrize("params", [NORM, {"params": NORM}], ids=["bare", "params"])
-@pytest.mark.parametrize("statistics", [MEAN, {"batch_stats": MEAN}], ids=["nnx", "linen"])
-def test_statistics_belong_to_the_params_of_their_path(params, statistics):
-  (scale,) = (jax.tree_util.keystr(p, simple=True, separator="/") for p, _ in flat(params))
-  (mean,) = (jax.tree_util.keystr(p, simple=True, separator="/") for p, _ in flat(statistics))
-  assert held(params, statistics, scale) == [mean]
-
-
-@pytest.mark.parametrize(
-  "wrap", [lambda s: s, lambda s: {"batch_stats": s, "ema": s}], ids=["nnx", "linen"]
-)
-def test_statistics_without_params_are_not_frozen_by_an_equal_name(wrap):
-  statistics = wrap({"encoder": MEAN, "norm": {"var": 1.0}})
-  still = held(NORM | {"head": {"kernel": 1.0}}, statistics, "norm/scale")
-  assert {path.removeprefix("batch_stats/").removeprefix("ema/") for path in still} == {"norm/var"}
-  # A module that holds nothing but a norm of the same name.
-  with pytest.warns(optax_boost.NoEffectWarning, match=r"holds none: .* The leaves are: .*mean"):
-    assert held(NORM, wrap({"encoder": MEAN}), "norm/scale") == []
-
-
-@pytest.mark.parametrize("wrap", [lambda x: x, lambda x: {"encoder": x}], ids=["root", "inside"])
-def test_indices_in_lists_of_different_lengths_do_not_count_as_names(wrap):
-  norm, dense = {"scale": 1.0}, {"w": 1.0}
-  params = wrap([dense, norm, dense, norm])
-  start = "encoder/" if "encoder" in params else ""
-  with pytest.warns(optax_boost.NoEffectWarning, match="holds none"):
-    assert held(params, wrap([{"mean": 0.0}, {"mean": 0.0}]), f"{start}1/scale") == []
-  aligned = wrap([{}, {"mean": 0.0}, None, {"mean": 0.0}])
-  assert held(params, aligned, f"{start}1/scale") == [f"{start}1/mean"]
-  # The last layer has no statistics, but an entry in the list.
-  aligned = wrap([{}, {"mean": 0.0}, {}, {}])
-  assert held(params, aligned, f"{start}1/scale") == [f"{start}1/mean"]
 
 
 class Network(nnx.Module):
