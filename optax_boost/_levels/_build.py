@@ -14,7 +14,7 @@ from optax_boost._foundation import _checks, _mesh_axes, _tree_checks, _types, _
 from optax_boost._levels import _config, _decisions, _mindspore_methods, _short_sequences
 from optax_boost._methods import _centralization, _less_bn
 from optax_boost._step import _accumulation, _average_params, _freezing, _wrapper
-from optax_boost._trace import _layer_axes, _layer_groups, _losses
+from optax_boost._trace import _layer_axes, _layer_groups, _leaf_uses, _losses
 
 
 @dataclasses.dataclass
@@ -281,8 +281,9 @@ class AutoBoost:
     needs_layers = centralizes or freezing or "adasum" in on
     if loss_fn is not None and params is not None and needs_layers:
       flags, program = _losses.data_flags(loss_fn, args), _losses.trace(loss_fn, params, args)
-      layers = _layer_axes.describe(program, params, flags)
-      even_groups = functools.partial(_layer_groups.even_groups, program, flags, layers, params)
+      findings = _leaf_uses.follow(program, params, flags)
+      layers = _layer_axes.describe(findings)
+      even_groups = functools.partial(_layer_groups.even_groups, findings, params)
     # Each method wraps the methods above it. A new method is added here and in `_decisions`.
     if centralizes:
       centralize = _centralization.centralize(layers=layers)

@@ -37,7 +37,7 @@ An example. The loss scans over two layers, whose kernels are one leaf, and has 
 >>> [equation.primitive.name for equation in program.jaxpr.eqns]
 ['scan', 'dot_general', 'reduce_sum']
 
-*From the jaxpr to uses.* ``LeafUses`` interprets the program with abstract values instead of
+*From the jaxpr to uses.* ``_leaf_uses`` interprets the program with abstract values instead of
 arrays. An abstract value tells whether it is data, and which axes of a leaf run along its
 dimensions. Each step of the scan gets one slice of ``hidden``:
 
@@ -62,11 +62,8 @@ dimensions. Each step of the scan gets one slice of ``hidden``:
       reduce_sum
 
 >>> from optax_boost._trace import _leaf_uses
->>> analysis = _leaf_uses.LeafUses()
->>> leaves = [analysis.leaf(shape) for shape in ((8, 3), (2, 8, 8))]
->>> batch = analysis.argument((4, 8), _leaf_uses.DataKind.ARRAY)
->>> _ = analysis.run(program, [*leaves, batch])
->>> (hidden_use,), (head_use,) = analysis.findings().uses
+>>> findings = _leaf_uses.follow(program, params)
+>>> (hidden_use,), (head_use,) = findings.uses
 >>> hidden_use.leaf, hidden_use.kind.name, set(hidden_use.fan_in), set(hidden_use.stacked)
 (1, 'CONTRACTED', {1}, {0})
 >>> head_use.leaf, head_use.kind.name, set(head_use.fan_in), set(head_use.stacked)
@@ -80,8 +77,13 @@ dimensions. Each step of the scan gets one slice of ``hidden``:
 head: fan-in (0,), outputs (1,)
 hidden: layers (0,), fan-in (1,), outputs (2,)
 
-*From uses to groups.* The two steps of the scan and the head are a chain, since each layer meets
-data that were computed with the layer before it. So each layer is a block:
+*From uses to groups.* The same walk tells which leaves are *upstream* of a leaf: the data that the
+leaf meets were computed with them.
+
+>>> [sorted(leaves) for leaves in findings.ever_upstream]  # of the head, and of the hidden layers
+[[1], [1]]
+
+So the two steps of the scan and the head are a chain, and each layer is a block:
 
 >>> from optax_boost._trace import _layer_groups
 >>> print(_layer_groups.layer_groups(loss_fn, params, jnp.ones((4, 8))))
@@ -102,10 +104,12 @@ The modules, each of which imports those before it:
   _primitives     ``RULES``: how each primitive moves axis maps. If a primitive has no rule, the
                   axes of the leaves that enter the primitive are unknown, except those that a scan
                   has sliced before, and methods warn
-  _leaf_uses      the interpreter that finds uses, and scans over layers
+  _uses           what one equation does with a leaf
+  _numbers        the integers that a program alone tells, such as the index of a layer
+  _layer_scans    scans over layers, and layers that the program takes from leaves by an index
+  _leaf_uses      the interpreter that follows leaves: it finds their uses, the scans over layers,
+                  and which leaves are upstream of a leaf
   _layer_axes     ``layer_axes``: the axes of each leaf, as its uses tell
-  _flow           which leaves are upstream of a leaf: used to compute the data that the leaf meets;
-                  and the layers that the program takes from leaves by an index
   _traced_leaves  the leaves of a traced loss, and the order in which the loss uses them
   _series         finds series: repeated modules in a row, or the layers of a scan or an index
   _blocks         makes blocks of a series, of a chain of layers, or of what patterns select

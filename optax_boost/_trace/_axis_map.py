@@ -8,7 +8,7 @@ axis map holds a tuple of sub-axes for each dimension of a value, written ``axis
   ... .reshape(24, 4)   [24, 4]      dims ((0:8, 1:3), (1:4,))
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 import math
 from typing import NamedTuple, TypeAlias
 
@@ -33,12 +33,14 @@ Dimension: TypeAlias = tuple[SubAxis, ...]
 class Pick(NamedTuple):
   """An axis of a leaf along which the program took one entry.
 
-  If a constant chose the entry, `entry` is its number among `entries`. If the program counts, as in
-  a loop, `entry` is None.
+  Attributes:
+    axis: the axis.
+    indices: the entry's index among `entries`; in a loop, the indices in its iterations. None if
+      the program counts, but the trace doesn't tell how, as for the slices of a scan.
   """
 
   axis: int
-  entry: int | None = None
+  indices: tuple[int, ...] | None = None
   entries: int = 0
 
 
@@ -104,16 +106,27 @@ class AxisMap(NamedTuple):
       return self._replace(gathered=self.gathered | axes)
     return self._replace(picks=self.picks | set(map(Pick, axes)))
 
-  def resize(
-    self, shape: Sequence[int], by_data: bool, starts: Sequence[int] | None = None
-  ) -> "AxisMap | None":
+  def with_indices(self, before: "AxisMap", indices: Mapping[int, tuple[int, ...]]) -> "AxisMap":
+    """Returns a copy in which the picks that `before` lacks have indices.
+
+    `before` is the map before an entry was taken along its dimensions. `indices` has the indices of
+    the entry along these dimensions, if they are known.
+    """
+    taken = {
+      Pick(dim[0].axis, indices[i], size_of(dim))
+      for i, dim in enumerate(before.dims)
+      if i in indices and len(dim) == 1
+    }
+    named = {pick for pick in taken if Pick(pick.axis) in self.picks - before.picks}
+    return self._replace(picks=(self.picks - {Pick(pick.axis) for pick in named}) | named)
+
+  def resize(self, shape: Sequence[int], by_data: bool) -> "AxisMap | None":
     """Returns the map after slicing or padding to `shape`, or None if `shape` has another rank.
 
     If the size of a dimension changes, the map records the leaf's axes along this dimension. If
     data chose the entries (`by_data`), these axes are added to `gathered`. Otherwise, if one entry
     is left, it is added to `picks`. The axes still run along the dimension: other entries may be
-    joined to the one. `starts` are the first entries along each dimension, if they are constants.
-    A scalar is an exception: it may get a shape of any rank.
+    joined to the one. A scalar is an exception: it may get a shape of any rank.
     """
     if not self.dims:
       return self._replace(dims=tuple(map(no_axis, shape)))
@@ -125,11 +138,7 @@ class AxisMap(NamedTuple):
         if by_data:
           gathered |= self.axes([i])
         elif size == 1:
-          for axis in self.axes([i]):
-            if starts is None or len(dim) > 1:
-              picks.add(Pick(axis))
-            else:
-              picks.add(Pick(axis, starts[i], size_of(dim)))
+          picks |= set(map(Pick, self.axes([i])))
         axis = dim[0].axis if len(dim) == 1 else NO_AXIS
         dim = (SubAxis(axis, size),)
       dims.append(dim)

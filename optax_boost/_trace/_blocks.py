@@ -13,7 +13,7 @@ import re
 from typing import NamedTuple
 
 from optax_boost._foundation import _checks, _types
-from optax_boost._trace import _leaf_uses, _series, _traced_leaves
+from optax_boost._trace import _layer_scans, _series, _traced_leaves
 
 
 class Unclear(Exception):
@@ -325,7 +325,7 @@ def _place_beside(
   return place - (is_first and model.order[leaf] < model.begin(part))
 
 
-def _shared(model: _traced_leaves.Model, scan: _leaf_uses.LayerScan) -> set[int]:
+def _shared(model: _traced_leaves.Model, scan: _layer_scans.LayerScan) -> set[int]:
   """Returns the leaves that all steps of a scan use.
 
   These are the leaves among the scan's constants. Further leaves count if the loss first uses them

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import optax
 
 from optax_boost._foundation import _checks, _leaf_names, _paths, _patterns, _types
-from optax_boost._trace import _axis_map, _leaf_uses, _losses
-from optax_boost._trace._leaf_uses import DataKind, UseKind
+from optax_boost._trace import _axis_map, _leaf_uses, _losses, _uses
+from optax_boost._trace._uses import UseKind
 
 
 class Axes(NamedTuple):
@@ -55,16 +55,11 @@ class LayerAxes:
   Attributes:
     paths: the path of each leaf.
     axes: the axes of each leaf; None if the loss does not tell the axes, or does not use the leaf.
-    uses: the indices of the leaves in the order in which the loss combines them with data; a leaf
-      that is used again is repeated.
-    scans: the scans over layers, in the order of the program.
     unknown_primitives: for each leaf with unknown axes, the primitives that hide them.
   """
 
   paths: tuple[str, ...]
   axes: tuple[Axes | None, ...]
-  uses: tuple[int, ...]
-  scans: tuple[_leaf_uses.LayerScan, ...]
   unknown_primitives: tuple[tuple[str, ...], ...]
 
   def __str__(self) -> str:
@@ -235,7 +230,7 @@ def layer_axes(
     head: fan-in (1,), outputs (0,)
   """
   program = _losses.trace(loss_fn, params, args, axis_name)
-  described = describe(program, params, _losses.data_flags(loss_fn, args))
+  described = describe(_leaf_uses.follow(program, params, _losses.data_flags(loss_fn, args)))
   return described if axes is None else _with_axes(described, params, axes)
 
 
@@ -269,97 +264,27 @@ def _with_axes(
   return dataclasses.replace(described, axes=tuple(axes), unknown_primitives=tuple(primitives))
 
 
-def describe(
-  program: _types.Jaxpr, params: _types.Params, data: Sequence[bool | None] | None = None
-) -> LayerAxes:
-  """Describes the params of a traced loss; their leaves are the program's first arguments.
-
-  `data` has a flag for each other argument: True for data (the default), None for constants.
-  """
-  paths = _paths.leaf_paths(params)
-  shapes = [variable.aval.shape for variable in program.jaxpr.invars]
-  loss_arguments = program.jaxpr.invars[len(paths) :]
-  flags = [True] * len(loss_arguments) if data is None else data
-  named = frozenset(leaf for leaf, path in enumerate(paths) if _leaf_names.is_kernel(path))
-
-  def analyze(definition: DataKind) -> _leaf_uses.Findings:
-    analysis = _leaf_uses.LeafUses(definition, named)
-    arguments = [analysis.leaf(shape) for shape in shapes[: len(paths)]]
-    arguments += [
-      analysis.argument(variable.aval.shape, _leaf_uses.data_kind(variable.aval, flag))
-      for variable, flag in zip(loss_arguments, flags, strict=True)
-    ]
-    for loss in analysis.run(program, arguments)[:1]:
-      analysis.note_result(loss)
-    return analysis.findings()
-
-  findings = _by_narrowest_definition(analyze)
-  uses: list[list[_leaf_uses.Use]] = [[] for _ in paths]
+def describe(findings: _leaf_uses.Findings) -> LayerAxes:
+  """Describes the leaves of a traced loss."""
+  uses: list[list[_uses.Use]] = [[] for _ in findings.paths]
   experts = {use.leaf for use in findings.expert_uses}
   all_uses = (*findings.early_uses, *itertools.chain(*findings.uses), *findings.expert_uses)
   for use in (*all_uses, *findings.unknown_uses):
     # Data looks up the kernels of experts, as rows of a table, but they are used in products.
     if use.leaf not in experts or use.kind in (UseKind.CONTRACTED, UseKind.UNKNOWN):
       uses[use.leaf].append(use)
-  axes = [
-    _axes(uses[leaf], findings.batch_axes[leaf], path, shapes[leaf])
-    for leaf, path in enumerate(paths)
-  ]
+  axes = list(map(_axes, uses, findings.batch_axes, findings.paths, findings.shapes))
   unknown_primitives = [
-    tuple(dict.fromkeys(use.primitive for use in uses[leaf] if use.primitive))
+    tuple(dict.fromkeys(use.primitive for use in uses_of_leaf if use.primitive))
     if described is None or described.unknown
     else ()
-    for leaf, described in enumerate(axes)
+    for uses_of_leaf, described in zip(uses, axes, strict=True)
   ]
-  return LayerAxes(
-    paths=tuple(paths),
-    axes=tuple(axes),
-    uses=tuple(_order(findings)),
-    scans=tuple(findings.scans),
-    unknown_primitives=tuple(unknown_primitives),
-  )
-
-
-def _by_narrowest_definition(
-  analyze: Callable[[DataKind], _leaf_uses.Findings],
-) -> _leaf_uses.Findings:
-  """Calls `analyze` with wider and wider definitions of data; returns the first good findings.
-
-  Findings are good if leaves meet data in two or more equations. If no findings are good, the first
-  with one equation are returned, or else the first.
-  """
-  candidates = []
-  for definition in DataKind:
-    findings = analyze(definition)
-    count = _count_equations(findings)
-    if count > 1:
-      return findings
-    candidates.append((count, findings))
-  return max(candidates, key=lambda pair: pair[0])[1]
-
-
-def _count_equations(findings: _leaf_uses.Findings) -> int:
-  """Counts the equations in which a leaf meets data for the first time, without penalties."""
-  first: dict[int, int] = {}
-  for number, uses in enumerate(findings.uses):
-    for use in uses:
-      if use.kind != UseKind.PENALTY:
-        first.setdefault(use.leaf, number)
-  return len(set(first.values()))
-
-
-def _order(findings: _leaf_uses.Findings) -> list[int]:
-  """Returns the leaves in the order of their uses; leaves that only penalties use come last."""
-  used: list[int] = []
-  in_penalties: set[int] = set()
-  for uses in findings.uses:
-    used += dict.fromkeys(use.leaf for use in uses if use.kind != UseKind.PENALTY)
-    in_penalties |= {use.leaf for use in uses if use.kind == UseKind.PENALTY}
-  return used + sorted(in_penalties - set(used))
+  return LayerAxes(tuple(findings.paths), tuple(axes), tuple(unknown_primitives))
 
 
 def _axes(
-  uses: Sequence[_leaf_uses.Use], batch: frozenset[int], path: str, shape: tuple[int, ...]
+  uses: Sequence[_uses.Use], batch: frozenset[int], path: str, shape: tuple[int, ...]
 ) -> Axes | None:
   """Returns the axes of a leaf with this path and shape.
 
@@ -389,16 +314,18 @@ def _axes(
   return Axes(*(tuple(sorted(axes)) for axes in (fan_in, stacked, outputs, window)))
 
 
-def _stacked(uses: Sequence[_leaf_uses.Use], shape: tuple[int, ...]) -> frozenset[int]:
+def _stacked(uses: Sequence[_uses.Use], shape: tuple[int, ...]) -> frozenset[int]:
   """Returns the axes of which every use takes one entry, and all uses together take all entries."""
 
   def is_taken_whole(axis: int) -> bool:
-    taken: dict[int, set[int | None]] = {}
+    taken: dict[int, set[int]] = {}
     for use in uses:
       picks = {pick for pick in use.picks if pick.axis == axis} or {_axis_map.Pick(axis)}
-      for pick in picks:
-        taken.setdefault(pick.entries, set()).add(pick.entry)
-    return any(len(numbers) >= (entries or 1) for entries, numbers in taken.items())
+      for _, indices, entries in picks:
+        if indices is None or len(indices) > 1:  # the program counts
+          return True
+        taken.setdefault(entries, set()).update(indices)
+    return any(len(indices) == entries for entries, indices in taken.items())
 
   common = frozenset.intersection(*(use.stacked for use in uses))
   return frozenset(filter(is_taken_whole, common))

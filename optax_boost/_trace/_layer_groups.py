@@ -17,7 +17,7 @@ import numpy as np
 import optax
 
 from optax_boost._foundation import _checks, _masks, _paths, _patterns, _trees, _types
-from optax_boost._trace import _blocks, _flow, _layer_axes, _losses, _traced_leaves
+from optax_boost._trace import _blocks, _layer_axes, _leaf_uses, _losses, _traced_leaves
 
 
 class LayerSlice(NamedTuple):
@@ -181,9 +181,7 @@ def layer_groups(
     num_groups = int(num_groups)
   patterns = None if blocks is None else _blocks.check_patterns(blocks)
   program = _losses.trace(loss_fn, params, args, axis_name)
-  data = _losses.data_flags(loss_fn, args)
-  described = _layer_axes.describe(program, params, data)
-  model = _model_of(program, data, described, params)
+  model = _model_of(_leaf_uses.follow(program, params, _losses.data_flags(loss_fn, args)))
   try:
     chosen = (
       _blocks.blocks_by_default(model, num_groups)
@@ -198,19 +196,13 @@ def layer_groups(
 
 
 def even_groups(
-  program: _types.Jaxpr,
-  data: Sequence[bool | None],
-  described: _layer_axes.LayerAxes,
-  params: optax.Params,
-  num_groups: int,
+  findings: _leaf_uses.Findings, params: optax.Params, num_groups: int
 ) -> LayerGroups:
   """Divides the leaves of a traced loss into `num_groups` groups; returns the plan.
 
-  A group is made of blocks, or of layers if the trace shows fewer than `num_groups` blocks. `data`
-  has a flag for each argument after the params: True for data, else None. `described` has the axes
-  of the program's leaves.
+  A group is made of blocks, or of layers if the trace shows fewer than `num_groups` blocks.
   """
-  model = _model_of(program, data, described, params)
+  model = _model_of(findings)
   try:
     chosen = _blocks.blocks_by_default(model)
   except _blocks.Unclear:
@@ -220,25 +212,13 @@ def even_groups(
   return _groups_of_blocks(model, chosen, params, num_groups, None)
 
 
-def _model_of(
-  program: _types.Jaxpr,
-  data: Sequence[bool | None],
-  described: _layer_axes.LayerAxes,
-  params: optax.Params,
-) -> _traced_leaves.Model:
+def _model_of(findings: _leaf_uses.Findings) -> _traced_leaves.Model:
   """Returns the model of a traced loss; raises ValueError if the loss uses no leaf."""
-  leaves = _layer_axes.leaves_of(params, described)
-  # A dot in a key separates modules, too, since PyTorch has flat names, such as `h.0.attn.weight`.
-  in_modules = [leaf._replace(path=leaf.path.replace(".", "/")) for leaf in leaves]
-  flow = _flow.trace_flow(program, len(leaves), data)
-  scanned = {leaf for scan in described.scans for leaf in scan.axis_of}
-  indexed = [stack for stack in flow.stacks if scanned.isdisjoint(stack.axis_of)]
-  scans = [*described.scans, *indexed]
-  model = _traced_leaves.Model(in_modules, list(described.uses), scans, flow)
+  model = _traced_leaves.Model(findings)
   if not model.order:
     raise ValueError(
-      f"`layer_groups` found no leaf among the {len(leaves)} of `params` that the loss uses. Pass"
-      " the params that `loss_fn` takes as its first argument."
+      f"`layer_groups` found no leaf among the {len(model.leaves)} of `params` that the loss uses."
+      " Pass the params that `loss_fn` takes as its first argument."
     )
   return model
 

@@ -1,8 +1,9 @@
-"""Follows the leaves of params through a traced loss, to the equations that use them.
+"""Follows the leaves of params through a traced loss: where they are used, and on which data.
 
 A leaf *meets data* in an equation if one operand is computed from leaves alone and another from
-data; the equation is a *use* of the leaf. If the equation is a product, the use tells which axes of
-the leaf are fan-in and which are outputs.
+data; the equation is a *use* of the leaf (``_uses``). Leaf A is *upstream* of leaf B if B meets
+data that were computed with A. The order in which a program uses A and B does not tell this, since
+a program uses two parallel towers one after the other.
 
 Which values are data is uncertain: a generator's only input is noise, and a loss may close over its
 batch. So each run of the analysis uses one of four *definitions of data* (:class:`DataKind`).
@@ -12,22 +13,38 @@ table of learned queries, positions or noise), the result is an activation, and 
 data sums over outputs of the kernel. If the other operand is a kernel, too, as in ``x @ (a @ b)``,
 the result is a kernel, and a later product with data sums over inputs of the first kernel. So the
 later product tells an activation from a kernel.
+
+>>> import jax, jax.numpy as jnp
+>>> def loss_fn(params, x):
+...   left, right = x @ params["left"], x @ params["right"]
+...   return jnp.sum((left + right) @ params["top"])
+>>> params = {"left": jnp.ones((2, 2)), "right": jnp.ones((2, 2)), "top": jnp.ones((2, 2))}
+>>> program = jax.make_jaxpr(loss_fn)(params, jnp.ones((2, 2)))
+>>> [sorted(leaves) for leaves in follow(program, params, [True]).upstream]
+[[], [], [0, 1]]
 """
 
 from collections.abc import Iterable, Sequence
 import enum
-from typing import Any, NamedTuple, TypeAlias
+import functools
+import operator
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_boost._foundation import _types
-from optax_boost._trace import _axis_map, _jaxpr, _primitives
+from optax_boost._foundation import _leaf_names, _paths, _types
+from optax_boost._trace import (
+  _axis_map,
+  _jaxpr,
+  _layer_scans,
+  _numbers,
+  _primitives,
+  _uses,
+)
 from optax_boost._trace._axis_map import AxisMap
-
-_Axes: TypeAlias = frozenset[int]
-_NO_AXES: _Axes = frozenset()
+from optax_boost._trace._uses import Use, UseKind
 
 
 class DataKind(enum.IntEnum):
@@ -39,7 +56,7 @@ class DataKind(enum.IntEnum):
   NOISE = 3  # arrays that are drawn from keys
 
 
-def data_kind(aval: _types.ArrayType, flag: bool | None) -> DataKind | None:
+def _data_kind(aval: _types.ArrayType, flag: bool | None) -> DataKind | None:
   """Returns the kind of an argument of the loss, or None if the argument is never data.
 
   `flag` is True for data, and None for constants such as a model state.
@@ -53,79 +70,78 @@ def data_kind(aval: _types.ArrayType, flag: bool | None) -> DataKind | None:
   return DataKind.ARRAY if aval.size > 1 else DataKind.SCALAR
 
 
-class UseKind(enum.Enum):
-  """What an equation does with a leaf."""
-
-  LOOKUP = enum.auto()  # data chooses rows of the leaf, such as an embedding
-  INPUT = enum.auto()  # the leaf was a kernel's input: a learned query, its bias, or a scale
-  CONTRACTED = enum.auto()  # a product with data sums over axes of the leaf
-  GENERATED = enum.auto()  # a product with an operand that is not data sums over axes of the leaf
-  ENTRYWISE = enum.auto()  # the equation sums over no axis of the leaf, such as adding a bias
-  PENALTY = enum.auto()  # the operand is a scalar that sums up params alone, as an L2 penalty
-  UNCLEAR = enum.auto()  # anything else
-  UNKNOWN = enum.auto()  # no rule tells which axes of the leaf a result of the equation holds
-
-
-class Use(NamedTuple):
-  """An equation that uses a leaf.
-
-  Attributes:
-    leaf: the leaf's index in ``jax.tree.leaves(params)``.
-    fan_in: the leaf's axes that a product sums over.
-    stacked: the leaf's axes along which the leaf holds several layers or experts.
-    window: the axes of `fan_in` along which a convolution slides.
-    picks: the entries that the use takes along axes of `stacked`.
-    primitive: the primitive after which the trace does not tell the axes, for `UseKind.UNKNOWN`.
-  """
-
-  leaf: int
-  kind: UseKind
-  fan_in: _Axes = _NO_AXES
-  stacked: _Axes = _NO_AXES
-  window: _Axes = _NO_AXES
-  picks: frozenset[_axis_map.Pick] = frozenset()
-  primitive: str = ""
-
-
-class LayerScan(NamedTuple):
-  """A scan over layers that is not inside of another scan over layers.
-
-  Attributes:
-    axes: for each leaf that the scan slices, a pair of the leaf's number and the sliced axis.
-    shared: the leaves that all steps of the scan use.
-    reverse: whether the scan starts with the last slice.
-  """
-
-  axes: tuple[tuple[int, int], ...]
-  shared: frozenset[int]
-  length: int
-  reverse: bool
-
-  @property
-  def axis_of(self) -> dict[int, int]:
-    """Returns `axes` as a dict from leaves to axes."""
-    return dict(self.axes)
-
-
 class Findings(NamedTuple):
-  """The results of the analysis.
+  """What the analysis finds of the leaves; their numbers are those in ``jax.tree.leaves``.
 
   Attributes:
+    paths: the path of each leaf.
+    shapes: the shape of each leaf.
     uses: for each equation in which leaves meet data, its uses of leaves; penalties come last.
     early_uses: the uses of kernels in products without data, and of leaves as inputs of kernels.
     expert_uses: the uses of kernels that data has looked up.
+    unknown_uses: the equations whose results have no axis map of a leaf that an operand has.
     batch_axes: for each leaf, the axes along which each slice of the data has a separate kernel
       (experts, ``vmap``). In a product with the kernels, such an axis is a batch dimension. Leaves
       that enter no product, such as the biases of these kernels, have such axes, too.
-    unknown_uses: the equations whose results have no axis map of a leaf that an operand has.
+    scans: the scans over layers, in the order of the program, then the layers that the program
+      takes by an index.
+    upstream: for each leaf, the leaves upstream of its first use (in a loop, its first iteration).
+    ever_upstream: for each leaf, the leaves upstream of any of its uses, in any loop iteration.
+    recurrent: for each loop whose iterations depend on each other, the leaves that every iteration
+      uses.
   """
 
+  paths: list[str]
+  shapes: list[tuple[int, ...]]
   uses: list[list[Use]]
   early_uses: list[Use]
   expert_uses: list[Use]
-  scans: list[LayerScan]
-  batch_axes: list[_Axes]
   unknown_uses: list[Use]
+  batch_axes: list[_uses.Axes]
+  scans: list[_layer_scans.LayerScan]
+  upstream: list[frozenset[int]]
+  ever_upstream: list[frozenset[int]]
+  recurrent: list[frozenset[int]]
+
+  @property
+  def order(self) -> list[int]:
+    """Returns the leaf of each use, in the order of uses; leaves of penalties alone come last."""
+    used: list[int] = []
+    in_penalties: set[int] = set()
+    for uses in self.uses:
+      used += dict.fromkeys(use.leaf for use in uses if use.kind != UseKind.PENALTY)
+      in_penalties |= {use.leaf for use in uses if use.kind == UseKind.PENALTY}
+    return used + sorted(in_penalties - set(used))
+
+
+def follow(
+  program: _types.Jaxpr, tree: _types.Tree, data: Sequence[bool | None] | None = None
+) -> Findings:
+  """Follows the leaves of a tree, the first arguments of a loss's program.
+
+  `data` has a flag for each other argument: True for data (the default), None for constants. At
+  first, only arrays of the batch count as data. If fewer than two equations use further leaves on
+  data, the search starts again with one more kind of data. If no definition of data gives two
+  equations, the first with one decides, or else the first.
+  """
+  paths = _paths.leaf_paths(tree)
+  avals = [variable.aval for variable in program.jaxpr.invars]
+  others = avals[len(paths) :]
+  flags = [True] * len(others) if data is None else data
+  candidates = []
+  for definition in DataKind:
+    analysis = LeafUses(definition, paths)
+    arguments = [analysis.leaf(aval.shape) for aval in avals[: len(paths)]]
+    arguments += [
+      analysis.argument(aval.shape, _data_kind(aval, flag))
+      for aval, flag in zip(others, flags, strict=True)
+    ]
+    for loss in analysis.run(program, arguments)[:1]:
+      analysis.note_result(loss)
+    if analysis.num_meetings > 1:
+      return analysis.findings()
+    candidates.append(analysis)
+  return max(candidates, key=lambda analysis: analysis.num_meetings).findings()
 
 
 class Value(NamedTuple):
@@ -135,18 +151,23 @@ class Value(NamedTuple):
     labels: a label for each dimension, as in an einsum. If an equation combines two values along
       a dimension of each, the two dimensions have the same label.
     data: whether the value is computed from data.
-    counted: whether the value is computed from numbers of the program alone, as a loop's counter.
+    met: the leaves that have met data in the computation of the value, as an integer whose bit i is
+      leaf i.
     leaves: the leaves that the value is computed from, and that have not met data.
     penalty: whether the value is a scalar that sums up params alone, as an L2 penalty.
+    counted: whether the value is computed from numbers of the program alone, as a loop's counter.
+    numbers: these numbers, if the trace tells them (``_numbers``).
     axis_maps: the axis maps of leaves that have not met data, and of kernels that data has looked
       up, such as the kernels of experts.
   """
 
   labels: tuple[int, ...]
   data: bool = False
-  counted: bool = False
+  met: int = 0
   leaves: frozenset[int] = frozenset()
   penalty: bool = False
+  counted: bool = False
+  numbers: _numbers.Numbers | None = None
   axis_maps: tuple[AxisMap, ...] = ()
 
 
@@ -158,7 +179,7 @@ def _unique(axis_maps: Iterable[AxisMap]) -> tuple[AxisMap, ...]:
   given = tuple(axis_maps)
   if len(given) < 2:
     return given
-  found: dict[tuple[AxisMap, _Axes], AxisMap] = {}
+  found: dict[tuple[AxisMap, _uses.Axes], AxisMap] = {}
   for axis_map in given:
     key = axis_map._replace(picks=frozenset()), axis_map.sliced
     known = found.setdefault(key, axis_map)
@@ -194,23 +215,21 @@ class _Labels:
 
 
 class LeafUses(_jaxpr.Interpreter[Value]):
-  """Collects the uses of leaves and the scans over layers; :meth:`findings` returns them."""
+  """Collects where leaves are used, by one definition of data; :meth:`findings` returns it all.
 
-  def __init__(
-    self, definition: DataKind = DataKind.ARRAY, named_kernels: frozenset[int] = frozenset()
-  ) -> None:
-    """Makes an analysis by one definition of data.
+  `paths` are the paths of the leaves. In a product of two leaves, the second leaf is the kernel,
+  unless only the first leaf has the name of a kernel.
+  """
 
-    `named_kernels` are the leaves whose names mean a kernel. In a product of two leaves, the second
-    leaf is the kernel, unless only the first leaf has such a name.
-    """
-    self._definition, self._named_kernels = definition, named_kernels
+  def __init__(self, definition: DataKind, paths: Sequence[str]) -> None:
+    self._definition, self._paths = definition, paths
+    self._named_kernels = {leaf for leaf, path in enumerate(paths) if _leaf_names.is_kernel(path)}
     self._uses: list[list[Use]] = []  # for each equation that has uses
     self._early_uses: list[Use] = []
     # The first use of each leaf that was part of a kernel's input, or that data has looked up.
     self._inputs: dict[int, Use] = {}
     self._expert_uses: list[Use] = []
-    self._scans: list[LayerScan] = []
+    self._scans: list[_layer_scans.LayerScan] = []
     self._unknown_uses: list[Use] = []
     self._shapes: list[tuple[int, ...]] = []  # for each leaf
     self._labels = _Labels()
@@ -220,6 +239,15 @@ class LeafUses(_jaxpr.Interpreter[Value]):
     self._contracted: set[int] = set()
     # The results of `_aligned_dims`, by the id of the equation, operand and result.
     self._aligned: dict[tuple[int, int, int], tuple[tuple[int, int], ...]] = {}
+
+    self.num_meetings = 0  # of equations in which a leaf meets data for the first time
+    self._upstream: dict[int, int] = {}  # sets of leaves, as in `Value.met`
+    self._ever_upstream: dict[int, int] = {}
+    # The first meeting with data of each leaf's entries.
+    self._meetings: dict[tuple[int, frozenset[_axis_map.Pick]], _layer_scans.Meeting] = {}
+    self._loop: int | None = None  # the innermost loop, and the leaves that met data in it
+    self._met_in_loop = 0
+    self._shared_by: dict[int | None, int] = {}  # for each loop, the leaves that all iterations use
 
   def leaf(self, shape: tuple[int, ...]) -> Value:
     """Returns the value of the next leaf of the params, and numbers the leaves from 0."""
@@ -247,18 +275,36 @@ class LeafUses(_jaxpr.Interpreter[Value]):
       )
       for labels in self._axis_labels
     ]
+    as_set = functools.cache(_as_set)  # most leaves have the upstream leaves of another one
+    upstream, ever_upstream = (
+      [as_set(found.get(leaf, 0)) for leaf in range(len(self._shapes))]
+      for found in (self._upstream, self._ever_upstream)
+    )
+    shared_by = {loop: as_set(leaves) for loop, leaves in self._shared_by.items()}
+    scanned = {leaf for scan in self._scans for leaf in scan.axis_of}
+    indexed = _layer_scans.find_indexed([*self._meetings.values()], self._shapes, shared_by)
     return Findings(
+      list(self._paths),
+      self._shapes,
       list(filter(None, self._uses)),
       [*self._early_uses, *self._inputs.values()],
       self._expert_uses,
-      self._scans,
-      batch_axes,
       self._unknown_uses,
+      batch_axes,
+      [*self._scans, *(scan for scan in indexed if scanned.isdisjoint(scan.axis_of))],
+      upstream,
+      ever_upstream,
+      [
+        leaves
+        for leaves in dict.fromkeys(shared_by.values())
+        if any(leaf in ever_upstream[leaf] for leaf in leaves)
+      ],
     )
 
   def constant(self, value: jax.typing.ArrayLike) -> Value:
-    kind = DataKind.CONSTANT if np.size(value) > 1 else None
-    return self.argument(np.shape(value), kind)._replace(counted=True)
+    made = self.argument(np.shape(value), DataKind.CONSTANT if np.size(value) > 1 else None)
+    numbers = None if made.data else _numbers.numbers_of(value)
+    return made._replace(counted=True, numbers=numbers)
 
   def join(self, values: Sequence[Value]) -> Value:
     # The result has the labels of the first value, so that the carry of a loop reaches a fixpoint.
@@ -266,9 +312,11 @@ class LeafUses(_jaxpr.Interpreter[Value]):
     return Value(
       tuple(map(self._labels.unite, labels)),
       any(v.data for v in values),
-      all(v.counted for v in values),
+      functools.reduce(operator.or_, (v.met for v in values)),
       frozenset().union(*(v.leaves for v in values)),
       any(v.penalty for v in values) and all(v.penalty or not v.leaves for v in values),
+      all(v.counted for v in values),
+      values[0].numbers if len({v.numbers for v in values}) == 1 else None,
       _unique(m for v in values for m in v.axis_maps),
     )
 
@@ -281,25 +329,31 @@ class LeafUses(_jaxpr.Interpreter[Value]):
       # The equation makes a key from integers of the batch. Arrays drawn from the key are noise, so
       # the key counts as data only if noise does.
       data = data and self._is_data(DataKind.NOISE)
+    met = 0
     if data:
+      met = self._note_meeting(inputs)
       self._note_uses(equation, inputs)
     else:
       inputs = self._note_generated(equation, inputs)
+    if equation.primitive.name == "stop_gradient":
+      met = 0  # a detached pass of the model is data like a batch
     leaves = frozenset() if data else frozenset().union(*(v.leaves for v in inputs))
     summed = any(
       v.penalty or (v.leaves and atom.aval.size > 1 and not (rule.is_lookup or rule.is_entrywise))
       for v, atom in zip(inputs, equation.invars, strict=True)
     )
     counted = not data and not leaves and all(v.counted for v in inputs)
-    by_data = rule.is_lookup and not all(v.counted for v in inputs[1:])
+    numbers = _numbers.compute(equation, [v.numbers for v in inputs]) if counted else None
     values = [
       Value(
         self._result_labels(equation, inputs, result),
         data,
-        counted,
+        met,
         leaves,
         bool(leaves) and summed and not variable.aval.shape,
-        _result_axis_maps(equation, inputs, result, by_data),
+        counted,
+        numbers,
+        _result_axis_maps(equation, inputs, result),
       )
       for result, variable in enumerate(equation.outvars)
     ]
@@ -310,8 +364,17 @@ class LeafUses(_jaxpr.Interpreter[Value]):
   def loop(
     self, equation: _types.Equation, body: _types.Jaxpr, inputs: list[Value], carry: slice
   ) -> list[Value]:
-    slices = [self._slice(value) for value in inputs[carry.stop :]]
+    begins = {i: inputs[i].numbers for i in range(carry.start, carry.stop)}
+    counters = _numbers.counters(equation, body, begins, carry)
+    arguments = [
+      value._replace(numbers=counters[i]) if i in counters else value
+      for i, value in enumerate(inputs[: carry.stop])
+    ]
+    is_reversed = equation.params.get("reverse", False)
+    arguments += [self._slice(value, is_reversed) for value in inputs[carry.stop :]]
     self._note_scan(equation, inputs, carry)
+    outer = self._loop, self._met_in_loop
+    self._loop, self._met_in_loop = id(equation), 0
     noted: list[list[Any]] = [self._uses, self._early_uses, self._expert_uses, self._scans]
     noted.append(self._unknown_uses)
     lengths = list(map(len, noted))
@@ -320,10 +383,19 @@ class LeafUses(_jaxpr.Interpreter[Value]):
       # Drop the notes of the previous iteration, so that each use is noted once.
       for notes, length in zip(noted, lengths, strict=True):
         del notes[length:]
-      return self.run(body, inputs)
+      outputs = self.run(body, inputs)
+      for i, numbers in counters.items():
+        outputs[i - carry.start] = outputs[i - carry.start]._replace(numbers=numbers)
+      return outputs
 
-    outputs = self.find_fixpoint(run_iteration, [*inputs[: carry.stop], *slices], carry)
+    outputs = self.find_fixpoint(run_iteration, arguments, carry)
+    constants = frozenset().union(*(v.leaves for v in inputs[: carry.start]))
+    if shared := self._met_in_loop & _as_bits(constants):
+      self._shared_by[id(equation)] = shared
+    self._loop, met = outer
+    self._met_in_loop |= met
     carries = carry.stop - carry.start
+    outputs = [value._replace(numbers=None) for value in outputs]
     return [*outputs[:carries], *map(self._stack, outputs[carries:])]
 
   def branches(self, branches: Sequence[_types.Jaxpr], inputs: list[Value]) -> list[Value]:
@@ -342,10 +414,11 @@ class LeafUses(_jaxpr.Interpreter[Value]):
   def _is_data(self, kind: DataKind | None) -> bool:
     return kind is not None and kind <= self._definition
 
-  def _slice(self, value: Value) -> Value:
+  def _slice(self, value: Value, is_reversed: bool) -> Value:
     """Returns the value of one slice of an array, as the body of a scan gets it."""
     axis_maps = _unique(m.first_slice() for m in value.axis_maps)
-    return value._replace(axis_maps=axis_maps, labels=value.labels[1:])
+    numbers = value.numbers[::-1] if value.numbers and is_reversed else value.numbers
+    return value._replace(axis_maps=axis_maps, labels=value.labels[1:], numbers=numbers)
 
   def _stack(self, value: Value) -> Value:
     """Returns the value of a scan's output, which stacks the values of the steps."""
@@ -369,7 +442,30 @@ class LeafUses(_jaxpr.Interpreter[Value]):
       constants = (m for value in inputs[: carry.start] for m in value.axis_maps)
       shared = frozenset(m.leaf for m in constants if not m.sliced)
       length, reverse = equation.params["length"], equation.params["reverse"]
-      self._scans.append(LayerScan(tuple(sorted(axes.items())), shared, length, reverse))
+      scan = _layer_scans.LayerScan(tuple(sorted(axes.items())), shared, length, reverse)
+      self._scans.append(scan)
+
+  def _note_meeting(self, inputs: list[Value]) -> int:
+    """Notes which leaves meet data in an equation; returns the leaves that now have met data."""
+    met = functools.reduce(operator.or_, (v.met for v in inputs))
+    meeting: dict[int, set[frozenset[_axis_map.Pick]]] = {}
+    for value in inputs:
+      if not value.penalty:
+        for leaf in value.leaves:
+          meeting.setdefault(leaf, set())
+        if not value.data:
+          for axis_map in value.axis_maps:
+            meeting[axis_map.leaf].add(axis_map.picks)
+    self.num_meetings += any(leaf not in self._upstream for leaf in meeting)
+    for leaf, entries in meeting.items():
+      self._upstream.setdefault(leaf, met)
+      self._ever_upstream[leaf] = self._ever_upstream.get(leaf, 0) | met
+      for picks in entries or [frozenset[_axis_map.Pick]()]:
+        note = _layer_scans.Meeting(leaf, picks, self._loop, bool(met >> leaf & 1))
+        self._meetings.setdefault((leaf, picks), note)
+    leaves = _as_bits(meeting)
+    self._met_in_loop |= leaves
+    return met | leaves
 
   def _result_labels(
     self, equation: _types.Equation, inputs: list[Value], result: int
@@ -423,10 +519,10 @@ class LeafUses(_jaxpr.Interpreter[Value]):
       for axis_map in value.axis_maps:
         if value.data:
           self._note_input(axis_map)
-        use = _use(equation, operand, axis_map, product)
+        use = _uses.in_equation(equation, operand, axis_map, product)
         if axis_map in inputs_of_kernels:
           kind = UseKind.ENTRYWISE if axis_map.has_inputs else UseKind.INPUT
-          use = _use_of_entries(axis_map, kind)
+          use = _uses.of_entries(axis_map, kind)
         elif use.kind == UseKind.CONTRACTED and product is not None:
           other = inputs[1 - operand]
           # The value holds slices of a leaf that data has looked up. They are kernels of experts
@@ -455,8 +551,8 @@ class LeafUses(_jaxpr.Interpreter[Value]):
     if product is None or kernel is None:
       return inputs
     value = inputs[kernel]
-    kernels = _kernels(value, product.contracted[kernel])
-    uses = [_use_in_product(m, kernel, product) for m in kernels]
+    kernels = _uses.kernels(value.axis_maps, product.contracted[kernel])
+    uses = [_uses.in_equation(equation, kernel, m, product) for m in kernels]
     generated = [
       use._replace(kind=UseKind.GENERATED) for use in uses if use.kind == UseKind.CONTRACTED
     ]
@@ -474,11 +570,10 @@ class LeafUses(_jaxpr.Interpreter[Value]):
   def _kernel_of(self, inputs: list[Value], product: _primitives.Product) -> int | None:
     """Returns which operand (0 or 1) of a product without data is a kernel; None if neither is."""
     have_inputs = [any(m.has_inputs for m in value.axis_maps) for value in inputs[:2]]
-    kernels = [
-      {m.leaf for m in _kernels(value, dims)}
+    first, second = (
+      {m.leaf for m in _uses.kernels(value.axis_maps, dims)}
       for value, dims in zip(inputs, product.contracted, strict=False)
-    ]
-    first, second = kernels
+    )
     # If both operands are activations, such as queries and keys, or are the same matrix, as in a
     # penalty, neither is a kernel.
     if all(have_inputs) or first & second:
@@ -496,19 +591,19 @@ class LeafUses(_jaxpr.Interpreter[Value]):
 
     The product sums over the operand's dimensions `contracted`. If only outputs of kernels run
     along these dimensions, the operand is an activation, and none of its leaves is a kernel of this
-    product. In any other operand, only the scales (see `_is_scale`) are not kernels.
+    product. In any other operand, only the scales (see `_uses.is_scale`) are not kernels.
     """
-    with_inputs = [m for m in value.axis_maps if m.has_inputs]
-    is_product = _kernels(value, contracted) or (
-      len(with_inputs) == len(value.axis_maps) and _free(value, contracted)
+    maps = value.axis_maps
+    with_inputs = [m for m in maps if m.has_inputs]
+    is_product = _uses.kernels(maps, contracted) or (
+      len(with_inputs) == len(maps) and _uses.free_dims(maps, contracted)
     )
     # The operand may be the sum of a kernel and a product of kernels, as in adapters.
     is_sum = any(
-      m.leaf in self._named_kernels and not m.contracted and m.axes(contracted)
-      for m in value.axis_maps
+      m.leaf in self._named_kernels and not m.contracted and m.axes(contracted) for m in maps
     )
     is_activation = with_inputs and not is_product and not is_sum
-    return [m for m in value.axis_maps if is_activation or _is_scale(value, m, contracted)]
+    return [m for m in maps if is_activation or _uses.is_scale(maps, m, contracted)]
 
   def _note_unknown(
     self, equation: _types.Equation, inputs: list[Value], results: Sequence[Value]
@@ -517,14 +612,14 @@ class LeafUses(_jaxpr.Interpreter[Value]):
     if maps := [m for value in inputs for m in value.axis_maps]:
       kept = {m.leaf for value in results for m in value.axis_maps}
       self._unknown_uses += [
-        _use_of_entries(m, UseKind.UNKNOWN)._replace(primitive=equation.primitive.name)
+        _uses.of_entries(m, UseKind.UNKNOWN)._replace(primitive=equation.primitive.name)
         for m in maps
         if m.leaf not in kept
       ]
 
   def _note_input(self, axis_map: AxisMap) -> None:
     """Notes an entrywise use of a leaf, which tells the leaf's axes if no other use does."""
-    self._inputs.setdefault(axis_map.leaf, _use_of_entries(axis_map))
+    self._inputs.setdefault(axis_map.leaf, _uses.of_entries(axis_map))
 
   def _note_product(self, product: _primitives.Product, kernel: int, inputs: list[Value]) -> None:
     """Notes the labels of a kernel's batch dimensions and of all contracted dimensions.
@@ -536,137 +631,31 @@ class LeafUses(_jaxpr.Interpreter[Value]):
       self._contracted |= {value.labels[dim] for dim in dims}
 
 
-def scanned_axes(program: _types.Jaxpr, leaves: range) -> dict[int, int]:
-  """Returns along which axis a scan over layers slices each leaf, as a dict from leaves to axes.
-
-  `leaves` is a range of indices of the program's arguments; these arguments are the leaves. Key i
-  of the dict is the leaf at position i of the range, so the keys begin at 0. A leaf that no scan
-  over layers slices is not in the dict.
-  """
-  analysis = LeafUses()
-  shapes = [variable.aval.shape for variable in program.jaxpr.invars]
-  analysis.run(
-    program,
-    [
-      analysis.leaf(shape) if i in leaves else analysis.argument(shape, None)
-      for i, shape in enumerate(shapes)
-    ],
-  )
-  return {leaf: axis for scan in analysis.findings().scans for leaf, axis in scan.axes}
+def _as_bits(leaves: Iterable[int]) -> int:
+  return functools.reduce(operator.or_, (1 << leaf for leaf in leaves), 0)
 
 
-def _use(
-  equation: _types.Equation, operand: int, axis_map: AxisMap, product: _primitives.Product | None
-) -> Use:
-  """Returns how an equation uses a leaf.
-
-  `axis_map` is the map of the leaf in the operand with the index `operand`. `product` has the roles
-  of the dimensions if the equation is a product.
-  """
-  if product is not None and operand < 2:
-    return _use_in_product(axis_map, operand, product)
-  rule = _primitives.rule_of(equation)
-  if rule.is_lookup and operand == 0 and not axis_map.contracted:
-    moved = _primitives.move(equation, 0, axis_map, 0, by_data=True)
-    return _use_of_entries(axis_map if moved is None else moved, UseKind.LOOKUP)
-  kind = UseKind.ENTRYWISE if rule.is_entrywise else UseKind.UNCLEAR
-  return _use_of_entries(axis_map, kind)
-
-
-def _use_of_entries(axis_map: AxisMap, kind: UseKind = UseKind.ENTRYWISE) -> Use:
-  """Returns a use without fan-in, for an equation that sums over no axis of the leaf."""
-  stacked = axis_map.sliced - axis_map.axes() if axis_map.picks else _NO_AXES
-  return Use(axis_map.leaf, kind, stacked=stacked, picks=axis_map.picks)
-
-
-def _use_in_product(axis_map: AxisMap, operand: int, product: _primitives.Product) -> Use:
-  contracted = axis_map.axes(product.contracted[operand])
-  batch = axis_map.axes(product.batch[operand])
-  window = axis_map.axes(product.window) if operand == 1 else _NO_AXES
-  used = {*product.contracted[operand], *product.batch[operand]}
-  outputs = axis_map.axes(d for d in range(len(axis_map.dims)) if d not in used)
-  if window:
-    joined, is_depthwise = _joined_kernels(axis_map, product)
-    batch, outputs = batch | joined, outputs - joined
-    contracted = window if is_depthwise else contracted
-  if contracted & (outputs | batch) or (axis_map.gathered and not outputs):
-    return Use(axis_map.leaf, UseKind.UNCLEAR)
-  fan_in, kind = contracted, UseKind.CONTRACTED
-  if not contracted:
-    fan_in, kind = axis_map.contracted, UseKind.GENERATED
-  elif outputs and axis_map.has_inputs:
-    fan_in |= axis_map.contracted  # a product with constants resized the kernel along these axes
-  if not fan_in:
-    return _use_of_entries(axis_map)
-  stacked = (axis_map.sliced | axis_map.gathered | batch) - outputs - fan_in
-  return Use(axis_map.leaf, kind, fan_in, stacked, window, axis_map.picks)
-
-
-def _kernels(value: Value, contracted: Sequence[int]) -> list[AxisMap]:
-  """Returns the axis maps of the leaves of an operand that may be kernels of a product.
-
-  The product sums over the operand's dimensions `contracted`. A kernel has an axis along one of
-  them, and is not a scale (see `_is_scale`). If outputs of an earlier kernel run along the same
-  dimension, the leaf is not a kernel, but for example a bias that was added to the outputs.
-  """
-  free = _free(value, contracted)
-  return [
-    m
-    for m in value.axis_maps
-    if not m.has_inputs and m.axes(free) and not _is_scale(value, m, contracted)
-  ]
-
-
-def _is_scale(value: Value, axis_map: AxisMap, contracted: Sequence[int]) -> bool:
-  """Returns whether a leaf of an operand only scales the operand's other leaves.
-
-  A product sums over the operand's dimensions `contracted`. Along the other dimensions, the outputs
-  of the product, a scale is broadcast: another leaf has axes there, and the scale has none.
-  """
-  kept = [dim for dim in range(len(axis_map.dims)) if dim not in contracted]
-  is_broadcast = not axis_map.contracted and not axis_map.axes(kept)
-  return is_broadcast and any(m.axes(kept) for m in value.axis_maps)
-
-
-def _free(value: Value, dims: Sequence[int]) -> list[int]:
-  """Returns the dimensions among `dims` along which no outputs of a kernel run.
-
-  A kernel has outputs if it was multiplied with an input before (`has_inputs`).
-  """
-  return [dim for dim in dims if not any(m.has_inputs and m.axes([dim]) for m in value.axis_maps)]
-
-
-def _joined_kernels(axis_map: AxisMap, product: _primitives.Product) -> tuple[_Axes, bool]:
-  """Returns the axes of a kernel that ``vmap`` has added, and whether a convolution is depthwise.
-
-  `axis_map` is the map of the convolution's kernel; `product` has the roles of its dimensions.
-  """
-  ((_, outputs),) = (source for sources in product.sources for source in sources if source[0] == 1)
-  groups, joined = product.groups, set()
-  # `vmap` over kernels merges the axis of the kernels into the axis of the outputs, of which it is
-  # the outer part. Each kernel is a group of the convolution.
-  for part in axis_map.dims[outputs][:-1]:
-    if groups % part.size == 0:
-      groups //= part.size
-      joined |= {part.axis} - {_axis_map.NO_AXIS}
-  inputs_of_group = _axis_map.size_of(axis_map.dims[product.contracted[1][0]])
-  return frozenset(joined), groups > 1 and inputs_of_group == 1
+def _as_set(bits: int) -> frozenset[int]:
+  return frozenset(leaf for leaf in range(bits.bit_length()) if bits >> leaf & 1)
 
 
 def _result_axis_maps(
-  equation: _types.Equation, inputs: list[Value], result: int, by_data: bool
+  equation: _types.Equation, inputs: list[Value], result: int
 ) -> tuple[AxisMap, ...]:
-  """Returns the axis maps of the equation's result number `result`.
-
-  `by_data` tells whether data chose entries of operand 0.
-  """
+  """Returns the axis maps of the equation's result number `result`."""
+  by_data = _primitives.rule_of(equation).is_lookup and not all(v.counted for v in inputs[1:])
   # A kernel that data has looked up keeps its axis map until the kernel meets other data.
   meets = any(v.data for v in inputs) and not by_data
   stay = _primitives.product_of(equation) is None and all(v.axis_maps or not v.data for v in inputs)
-  moved = (
-    _primitives.move(equation, operand, axis_map, result, by_data)
-    for operand, value in enumerate(inputs)
-    if not meets or (value.data and stay)
-    for axis_map in value.axis_maps
-  )
-  return _unique(m for m in moved if m is not None)
+  found = []
+  for operand, value in enumerate(inputs):
+    if meets and not (value.data and stay):
+      continue
+    for axis_map in value.axis_maps:
+      moved = _primitives.move(equation, operand, axis_map, result, by_data)
+      if moved is not None and moved.picks != axis_map.picks:
+        indices = _numbers.picked(equation, result, [v.numbers for v in inputs])
+        moved = moved.with_indices(axis_map, indices)
+      if moved is not None:
+        found.append(moved)
+  return _unique(found)

@@ -85,12 +85,6 @@ def _stretch(
   return resized._replace(dims=tuple(dims))
 
 
-def _slice(
-  equation: _types.Equation, operand: int, axis_map: AxisMap, shape: Sequence[int], by_data: bool
-) -> AxisMap | None:
-  return axis_map.resize(shape, by_data, equation.params["start_indices"])
-
-
 def _dynamic_slice(
   equation: _types.Equation, operand: int, axis_map: AxisMap, shape: Sequence[int], by_data: bool
 ) -> AxisMap | None:
@@ -332,8 +326,7 @@ RULES: dict[str, Rule] = {
   **dict.fromkeys(("pmax", "pmin", "psum", "psum2", "psum_invariant"), ENTRYWISE),
   "rev": ENTRYWISE,
   "tile": Rule(_stretch, is_entrywise=True),
-  **dict.fromkeys(("concatenate", "pad", "split"), PART),
-  "slice": Rule(_slice, is_entrywise=True),
+  **dict.fromkeys(("concatenate", "pad", "slice", "split"), PART),
   "stack": Rule(_stack, is_entrywise=True),
   "unstack": Rule(_unstack, is_entrywise=True),
   "dynamic_slice": Rule(_dynamic_slice, is_entrywise=True, is_lookup=True),

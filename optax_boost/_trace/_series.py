@@ -7,7 +7,7 @@ import itertools
 import re
 from typing import NamedTuple
 
-from optax_boost._trace import _leaf_uses, _traced_leaves
+from optax_boost._trace import _layer_scans, _traced_leaves
 
 # A number in a name, with a letter in models such as Inception (`Mixed_5b`) and EfficientNet.
 _DIGITS = re.compile(r"(\d+(?:[a-z](?![a-zA-Z]))?)")
@@ -92,7 +92,7 @@ def _is_inside(series: Series, other: Series) -> bool:
   return any(series.leaves <= part.leaves for part in other.parts)
 
 
-def _series_of_scan(model: _traced_leaves.Model, scan: _leaf_uses.LayerScan) -> Series:
+def _series_of_scan(model: _traced_leaves.Model, scan: _layer_scans.LayerScan) -> Series:
   """Returns the series of a scan's steps; its pattern is as short as possible."""
   leaves = model.in_order(scan.axis_of)
   names = [model.leaves[i].path.split("/") for i in leaves]
@@ -279,7 +279,7 @@ def select(model: _traced_leaves.Model, patterns: str) -> Series:
   """
   scan_of = {leaf: scan for scan in model.layer_scans for leaf in scan.axis_of}
   modules: dict[str, list[int]] = {}
-  sliced: set[_leaf_uses.LayerScan] = set()
+  sliced: set[_layer_scans.LayerScan] = set()
   for pattern in patterns.split("|"):
     if _JOIN in pattern:
       joined = [_matches(model, each) for each in pattern.split(_JOIN)]

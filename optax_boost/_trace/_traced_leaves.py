@@ -1,19 +1,18 @@
 """The leaves of a traced loss: their order of use, and which leaves follow which."""
 
 import collections
-from collections.abc import Iterable, Sequence
-import dataclasses
+from collections.abc import Iterable
 import functools
 from typing import NamedTuple
 
-from optax_boost._trace import _flow, _layer_axes, _leaf_uses
+from optax_boost._trace import _layer_axes, _layer_scans, _leaf_uses
 
 
 class Part(NamedTuple):
   """The leaves of one block; or the leaves that `scan` slices, with a block for each step."""
 
   leaves: frozenset[int]
-  scan: _leaf_uses.LayerScan | None = None
+  scan: _layer_scans.LayerScan | None = None
 
   @property
   def length(self) -> int:
@@ -28,7 +27,6 @@ class Part(NamedTuple):
     return numbers[::-1] if self.scan is not None and self.scan.reverse else numbers
 
 
-@dataclasses.dataclass(frozen=True)
 class Model:
   """The leaves of the params in a traced loss, and how the loss uses these leaves.
 
@@ -39,14 +37,15 @@ class Model:
     uses: for each use of a leaf, the leaf's number, in the order of uses. A leaf that is used twice
       is listed twice.
     scans: the scans over layers, in the order of the program.
-    flow: which leaves are upstream of each leaf. Leaf A is upstream of leaf B if the loss uses B on
-      data that was computed with A.
+    flow: which leaves are upstream of each leaf.
   """
 
-  leaves: list[_layer_axes.Leaf]
-  uses: list[int]
-  scans: Sequence[_leaf_uses.LayerScan]
-  flow: _flow.Flow
+  def __init__(self, findings: _leaf_uses.Findings) -> None:
+    axes = _layer_axes.describe(findings).axes
+    # A dot in a key separates modules, too, since PyTorch has flat names, as `h.0.attn.weight`.
+    paths = [path.replace(".", "/") for path in findings.paths]
+    self.leaves = list(map(_layer_axes.Leaf, paths, findings.shapes, axes))
+    self.uses, self.scans, self.flow = findings.order, findings.scans, findings
 
   @functools.cached_property
   def order(self) -> dict[int, int]:
@@ -80,7 +79,7 @@ class Model:
     return any(not self.flow.upstream[leaf].isdisjoint(earlier) for leaf in later)
 
   @functools.cached_property
-  def layer_scans(self) -> list[_leaf_uses.LayerScan]:
+  def layer_scans(self) -> list[_layer_scans.LayerScan]:
     """Returns the scans in which a leaf gets data from a slice of itself, as layers in a row do.
 
     A scan that sums over experts is not among them, nor a recurrence that takes other leaves than

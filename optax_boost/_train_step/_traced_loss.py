@@ -11,7 +11,7 @@ import jax
 import optax
 
 from optax_boost._foundation import _batches, _types
-from optax_boost._trace import _flow, _frozen_scans, _jaxpr, _layer_axes, _leaf_uses, _sources
+from optax_boost._trace import _frozen_scans, _jaxpr, _layer_axes, _leaf_uses, _sources
 
 # Params and replaced values: a pair.
 Differentiated: TypeAlias = tuple[optax.Params, Sequence[jax.Array]]
@@ -54,7 +54,8 @@ class TracedLoss:
     """Returns the roles of the params' axes. The model state does not count as data."""
     (params, values), (model_state, *data) = self._inputs, self._arguments
     state_flags = [None] * (len(values) + len(jax.tree.leaves(model_state)))
-    return _layer_axes.describe(self.program, params, [*state_flags, *_batches.data_flags(data)])
+    flags = [*state_flags, *_batches.data_flags(data)]
+    return _layer_axes.describe(_leaf_uses.follow(self.program, params, flags))
 
   def value_axes(self) -> dict[int, int]:
     """Returns along which axis each of the replaced values stacks layers, by index.
@@ -89,13 +90,10 @@ class TracedLoss:
 
   def _layer_axes_of(self, first: int, tree: _types.Tree) -> dict[int, int]:
     """Returns the axes of the layers in `tree`, whose leaves are the inputs from `first` on."""
-    end, (batch, *rngs) = first + len(jax.tree.leaves(tree)), self._arguments[1:]
-    sliced = _leaf_uses.scanned_axes(self.program, range(first, end))
-    flags = _batches.data_flags((batch, rngs))
-    num_leaves = len(self.program.jaxpr.invars) - len(flags)
-    stacks = _flow.trace_flow(self.program, num_leaves, flags).stacks
-    axes = {leaf - first: axis for s in stacks for leaf, axis in s.axes if first <= leaf < end}
-    return axes | sliced
+    end, (model_state, *data) = first + len(jax.tree.leaves(tree)), self._arguments
+    leaves = (self._inputs, model_state)
+    scans = _leaf_uses.follow(self.program, leaves, _batches.data_flags(data)).scans
+    return {leaf - first: axis for scan in scans for leaf, axis in scan.axes if first <= leaf < end}
 
   def _trace(self, inputs: Differentiated) -> tuple[_types.Jaxpr, _types.TreeDef]:
     """Returns the program for inputs of the types of `inputs`, and its output's structure."""

@@ -166,10 +166,10 @@ def test_the_backward_pass_of_the_first_half_is_cut(name):
 
 
 def stacked(layout):
-  """The axes of layers of the leaves that scans slice, by path."""
+  """The axes of layers of the leaves that have such axes, by path."""
   layers = layout.call("layer_axes")
-  scanned = [leaf for scan in layers.scans for leaf, _ in scan.axes]
-  return {layers.paths[leaf]: layers.axes[leaf].stacked for leaf in scanned}
+  axes = zip(layers.paths, layers.axes, strict=True)
+  return {path: of_leaf.stacked for path, of_leaf in axes if of_leaf and of_leaf.stacked}
 
 
 @pytest.mark.parametrize("name", ["lm1b scan", "gemma scan"])
