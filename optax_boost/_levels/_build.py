@@ -12,7 +12,7 @@ import optax
 from optax_boost import _length_prices, _sequences
 from optax_boost._foundation import _checks, _mesh_axes, _tree_checks, _types, _warnings
 from optax_boost._levels import _config, _decisions, _mindspore_methods, _short_sequences
-from optax_boost._methods import _centralization, _less_bn
+from optax_boost._methods import _centralization, _layer_arguments, _less_bn
 from optax_boost._step import _accumulation, _average_params, _freezing, _wrapper
 from optax_boost._trace import _layer_axes, _layer_groups, _leaf_uses, _losses
 
@@ -235,6 +235,7 @@ class AutoBoost:
     params: optax.Params | None = None,
     *args: Any,
     groups: _layer_groups.Groups | None = None,
+    layers: _layer_axes.LayerAxes | None = None,
   ) -> optax.GradientTransformationExtraArgs:
     """Returns the optimizer, wrapped in the methods that are on.
 
@@ -249,6 +250,8 @@ class AutoBoost:
       params: the params.
       *args: the loss's other arguments; for a Flax model, the model state, then a batch.
       groups: groups from :func:`layer_groups`, or regular expressions. None: groups from a trace.
+      layers: axes from :func:`layer_axes`, as if the trace doesn't tell those of a leaf. None: axes
+        from a trace.
 
     Raises:
       ValueError: freezing is on without groups or a loss, or with too few layers; `dim_reduce` is
@@ -276,13 +279,13 @@ class AutoBoost:
     freeze = _decisions.FREEZE if ours else "grad_freeze"
     freezing = on.get(freeze, {})
     centralizes = _decisions.CENTRALIZE in on or on.get("less_bn", {}).get("gc_flag", False)
-    layers: _layer_axes.LayerAxes | None = None
+    layers = _layer_arguments.check_layers(layers)
     even_groups: Callable[[int], _layer_groups.Groups] | None = None
     needs_layers = centralizes or freezing or "adasum" in on
     if loss_fn is not None and params is not None and needs_layers:
       flags, program = _losses.data_flags(loss_fn, args), _losses.trace(loss_fn, params, args)
       findings = _leaf_uses.follow(program, params, flags)
-      layers = _layer_axes.describe(findings)
+      layers = layers or _layer_axes.describe(findings)
       even_groups = functools.partial(_layer_groups.even_groups, findings, params)
     # Each method wraps the methods above it. A new method is added here and in `_decisions`.
     if centralizes:

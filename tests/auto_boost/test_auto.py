@@ -331,6 +331,18 @@ def test_a_level_is_the_chain_by_hand_and_freezes_convolutions_only(level, unfro
   assert auto_boost(level, total_steps=1250).on["average_params"] == {"start": 938, "every": 16}
 
 
+def test_a_level_takes_axes_that_the_user_says():
+  params = {"kernel": jnp.arange(12.0).reshape(3, 4)}
+  trace = (lambda params, x: jnp.sum(x @ params["kernel"]), params, jnp.ones((2, 3)))
+  said = optax_boost.layer_axes(*trace, axes={"kernel": ("outputs", "fan-in")})
+  tx = auto_boost("O1", total_steps=20).optimizer(optax.sgd(1.0), *trace, layers=said)
+  updates, _ = tx.update(params, tx.init(params), params)
+  kernel = np.arange(12.0).reshape(3, 4)
+  np.testing.assert_allclose(updates["kernel"], kernel.mean(1, keepdims=True) - kernel, atol=1e-6)
+  with pytest.raises(TypeError, match="`layers` must be the result of"):
+    auto_boost("O1", total_steps=20).optimizer(optax.sgd(1.0), *trace, layers=params)
+
+
 @pytest.mark.parametrize("kind", [0, 1])
 def test_a_configuration_freezes_each_of_many_groups_at_its_own_depth(kind):
   schedule = _mindspore_methods.schedule(20, freeze_type=kind, freeze_p=0.1)
