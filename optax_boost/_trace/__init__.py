@@ -107,8 +107,10 @@ The modules, each of which imports those before it:
   _uses           what one equation does with a leaf
   _numbers        the integers that a program alone tells, such as the index of a layer
   _layer_scans    scans over layers, and layers that the program takes from leaves by an index
-  _leaf_uses      the interpreter that follows leaves: it finds their uses, the scans over layers,
-                  and which leaves are upstream of a leaf
+  _data_kinds     which arguments and constants count as data
+  _leaf_walk      the interpreter that notes where leaves meet data
+  _leaf_uses      ``follow``: the uses of leaves, the scans over layers, and which leaves are
+                  upstream of a leaf
   _layer_axes     ``layer_axes``: the axes of each leaf, as its uses tell
   _traced_leaves  the leaves of a traced loss, and the order in which the loss uses them
   _series         finds series: repeated modules in a row, or the layers of a scan or an index

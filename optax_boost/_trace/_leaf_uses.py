@@ -1,18 +1,8 @@
 """Follows the leaves of params through a traced loss: where they are used, and on which data.
 
-A leaf *meets data* in an equation if one operand is computed from leaves alone and another from
-data; the equation is a *use* of the leaf (``_uses``). Leaf A is *upstream* of leaf B if B meets
+One walk (``_leaf_walk``) finds all of it. Leaf A is *upstream* of leaf B if B meets
 data that were computed with A. The order in which a program uses A and B does not tell this, since
 a program uses two parallel towers one after the other.
-
-Which values are data is uncertain: a generator's only input is noise, and a loss may close over its
-batch. So each run of the analysis uses one of four *definitions of data* (:class:`DataKind`).
-
-A kernel may enter a product before it meets data. If the other operand is an input of the kernel (a
-table of learned queries, positions or noise), the result is an activation, and a later product with
-data sums over outputs of the kernel. If the other operand is a kernel, too, as in ``x @ (a @ b)``,
-the result is a kernel, and a later product with data sums over inputs of the first kernel. So the
-later product tells an activation from a kernel.
 
 >>> import jax, jax.numpy as jnp
 >>> def loss_fn(params, x):
@@ -24,50 +14,13 @@ later product tells an activation from a kernel.
 [[], [], [0, 1]]
 """
 
-from collections.abc import Iterable, Sequence
-import enum
+from collections.abc import Sequence
 import functools
-import operator
-from typing import Any, NamedTuple
-
-import jax
-import jax.numpy as jnp
-import numpy as np
+from typing import NamedTuple
 
 from optax_boost._foundation import _leaf_names, _paths, _types
-from optax_boost._trace import (
-  _axis_map,
-  _jaxpr,
-  _layer_scans,
-  _numbers,
-  _primitives,
-  _uses,
-)
-from optax_boost._trace._axis_map import AxisMap
+from optax_boost._trace import _data_kinds, _layer_scans, _leaf_walk, _uses
 from optax_boost._trace._uses import Use, UseKind
-
-
-class DataKind(enum.IntEnum):
-  """Kinds of values that may be data; a definition of data includes a kind and all lower kinds."""
-
-  ARRAY = 0  # arrays of the batch
-  SCALAR = 1  # scalars of the batch
-  CONSTANT = 2  # arrays that the loss closes over, or that are part of the model
-  NOISE = 3  # arrays that are drawn from keys
-
-
-def _data_kind(aval: _types.ArrayType, flag: bool | None) -> DataKind | None:
-  """Returns the kind of an argument of the loss, or None if the argument is never data.
-
-  `flag` is True for data, and None for constants such as a model state.
-  """
-  # A key in the batch counts as data only if noise does. Otherwise, adding noise to weights would
-  # be a use of the weights.
-  if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
-    return DataKind.NOISE
-  if flag is None:
-    return DataKind.CONSTANT if aval.size > 1 else None
-  return DataKind.ARRAY if aval.size > 1 else DataKind.SCALAR
 
 
 class Findings(NamedTuple):
@@ -128,534 +81,50 @@ def follow(
   avals = [variable.aval for variable in program.jaxpr.invars]
   others = avals[len(paths) :]
   flags = [True] * len(others) if data is None else data
-  candidates = []
-  for definition in DataKind:
-    analysis = LeafUses(definition, paths)
-    arguments = [analysis.leaf(aval.shape) for aval in avals[: len(paths)]]
+  named = frozenset(leaf for leaf, path in enumerate(paths) if _leaf_names.is_kernel(path))
+  walks = []
+  for definition in _data_kinds.DataKind:
+    walk = _leaf_walk.LeafWalk(definition, named)
+    arguments = [walk.leaf(aval.shape) for aval in avals[: len(paths)]]
     arguments += [
-      analysis.argument(aval.shape, _data_kind(aval, flag))
+      walk.argument(aval.shape, _data_kinds.kind_of(aval, flag))
       for aval, flag in zip(others, flags, strict=True)
     ]
-    for loss in analysis.run(program, arguments)[:1]:
-      analysis.note_result(loss)
-    if analysis.num_meetings > 1:
-      return analysis.findings()
-    candidates.append(analysis)
-  return max(candidates, key=lambda analysis: analysis.num_meetings).findings()
+    for loss in walk.run(program, arguments)[:1]:
+      walk.note_result(loss)
+    walks.append(walk)
+    if walk.num_meetings > 1:
+      break
+  return _findings(max(walks, key=lambda walk: walk.num_meetings), paths)
 
 
-class Value(NamedTuple):
-  """The abstract value of a variable.
-
-  Attributes:
-    labels: a label for each dimension, as in an einsum. If an equation combines two values along
-      a dimension of each, the two dimensions have the same label.
-    data: whether the value is computed from data.
-    met: the leaves that have met data in the computation of the value, as an integer whose bit i is
-      leaf i.
-    leaves: the leaves that the value is computed from, and that have not met data.
-    penalty: whether the value is a scalar that sums up params alone, as an L2 penalty.
-    counted: whether the value is computed from numbers of the program alone, as a loop's counter.
-    numbers: these numbers, if the trace tells them (``_numbers``).
-    axis_maps: the axis maps of leaves that have not met data, and of kernels that data has looked
-      up, such as the kernels of experts.
-  """
-
-  labels: tuple[int, ...]
-  data: bool = False
-  met: int = 0
-  leaves: frozenset[int] = frozenset()
-  penalty: bool = False
-  counted: bool = False
-  numbers: _numbers.Numbers | None = None
-  axis_maps: tuple[AxisMap, ...] = ()
-
-
-def _unique(axis_maps: Iterable[AxisMap]) -> tuple[AxisMap, ...]:
-  """Returns each map once, without the maps that tell only a part of what another map tells.
-
-  Maps that differ only in the entries that constants chose are joined.
-  """
-  given = tuple(axis_maps)
-  if len(given) < 2:
-    return given
-  found: dict[tuple[AxisMap, _uses.Axes], AxisMap] = {}
-  for axis_map in given:
-    key = axis_map._replace(picks=frozenset()), axis_map.sliced
-    known = found.setdefault(key, axis_map)
-    if known.picks != axis_map.picks:
-      found[key] = known._replace(picks=known.picks | axis_map.picks)
-  maps = tuple(found.values())
-  if len({m.leaf for m in maps}) == len(maps):
-    return maps
-  return tuple(m for m in maps if not any(m.is_part_of(other) for other in maps))
-
-
-class _Labels:
-  """A union-find of labels: combining values along two dimensions unites the dimensions' labels."""
-
-  def __init__(self) -> None:
-    self._parents: list[int] = []
-
-  def fresh(self) -> int:
-    self._parents.append(len(self._parents))
-    return self._parents[-1]
-
-  def find(self, label: int) -> int:
-    """Returns the label that stands for all labels that are united with `label`."""
-    while self._parents[label] != label:
-      self._parents[label] = label = self._parents[self._parents[label]]
-    return label
-
-  def unite(self, labels: Sequence[int]) -> int:
-    """Unites labels, and returns the first."""
-    for label in labels[1:]:
-      self._parents[self.find(label)] = self.find(labels[0])
-    return labels[0]
-
-
-class LeafUses(_jaxpr.Interpreter[Value]):
-  """Collects where leaves are used, by one definition of data; :meth:`findings` returns it all.
-
-  `paths` are the paths of the leaves. In a product of two leaves, the second leaf is the kernel,
-  unless only the first leaf has the name of a kernel.
-  """
-
-  def __init__(self, definition: DataKind, paths: Sequence[str]) -> None:
-    self._definition, self._paths = definition, paths
-    self._named_kernels = {leaf for leaf, path in enumerate(paths) if _leaf_names.is_kernel(path)}
-    self._uses: list[list[Use]] = []  # for each equation that has uses
-    self._early_uses: list[Use] = []
-    # The first use of each leaf that was part of a kernel's input, or that data has looked up.
-    self._inputs: dict[int, Use] = {}
-    self._expert_uses: list[Use] = []
-    self._scans: list[_layer_scans.LayerScan] = []
-    self._unknown_uses: list[Use] = []
-    self._shapes: list[tuple[int, ...]] = []  # for each leaf
-    self._labels = _Labels()
-    self._axis_labels: list[tuple[int, ...]] = []  # for each leaf
-    # The labels of the batch dimensions, and of the summed dimensions, in products with kernels.
-    self._batch: set[int] = set()
-    self._contracted: set[int] = set()
-    # The results of `_aligned_dims`, by the id of the equation, operand and result.
-    self._aligned: dict[tuple[int, int, int], tuple[tuple[int, int], ...]] = {}
-
-    self.num_meetings = 0  # of equations in which a leaf meets data for the first time
-    self._upstream: dict[int, int] = {}  # sets of leaves, as in `Value.met`
-    self._ever_upstream: dict[int, int] = {}
-    # The first meeting with data of each leaf's entries.
-    self._meetings: dict[tuple[int, frozenset[_axis_map.Pick]], _layer_scans.Meeting] = {}
-    self._loop: int | None = None  # the innermost loop, and the leaves that met data in it
-    self._met_in_loop = 0
-    self._shared_by: dict[int | None, int] = {}  # for each loop, the leaves that all iterations use
-
-  def leaf(self, shape: tuple[int, ...]) -> Value:
-    """Returns the value of the next leaf of the params, and numbers the leaves from 0."""
-    value, number = self.argument(shape, None), len(self._shapes)
-    self._shapes.append(shape)
-    self._axis_labels.append(value.labels)
-    axis_maps = (_axis_map.identity(number, shape),)
-    return value._replace(leaves=frozenset([number]), axis_maps=axis_maps)
-
-  def argument(self, shape: Sequence[int], kind: DataKind | None) -> Value:
-    """Returns the value of another argument or a constant; it is never data if `kind` is None."""
-    return Value(tuple(self._labels.fresh() for _ in shape), self._is_data(kind))
-
-  def note_result(self, loss: Value) -> None:
-    """Notes that a penalty uses the leaves that enter the loss without having met data."""
-    self._uses.append([Use(leaf, UseKind.PENALTY) for leaf in sorted(loss.leaves)])
-
-  def findings(self) -> Findings:
-    batch, contracted = (
-      set(map(self._labels.find, labels)) for labels in (self._batch, self._contracted)
-    )
-    batch_axes = [
-      frozenset(
-        axis for axis, label in enumerate(labels) if self._labels.find(label) in batch - contracted
-      )
-      for labels in self._axis_labels
-    ]
-    as_set = functools.cache(_as_set)  # most leaves have the upstream leaves of another one
-    upstream, ever_upstream = (
-      [as_set(found.get(leaf, 0)) for leaf in range(len(self._shapes))]
-      for found in (self._upstream, self._ever_upstream)
-    )
-    shared_by = {loop: as_set(leaves) for loop, leaves in self._shared_by.items()}
-    scanned = {leaf for scan in self._scans for leaf in scan.axis_of}
-    indexed = _layer_scans.find_indexed([*self._meetings.values()], self._shapes, shared_by)
-    return Findings(
-      list(self._paths),
-      self._shapes,
-      list(filter(None, self._uses)),
-      [*self._early_uses, *self._inputs.values()],
-      self._expert_uses,
-      self._unknown_uses,
-      batch_axes,
-      [*self._scans, *(scan for scan in indexed if scanned.isdisjoint(scan.axis_of))],
-      upstream,
-      ever_upstream,
-      [
-        leaves
-        for leaves in dict.fromkeys(shared_by.values())
-        if any(leaf in ever_upstream[leaf] for leaf in leaves)
-      ],
-    )
-
-  def constant(self, value: jax.typing.ArrayLike) -> Value:
-    made = self.argument(np.shape(value), DataKind.CONSTANT if np.size(value) > 1 else None)
-    numbers = None if made.data else _numbers.numbers_of(value)
-    return made._replace(counted=True, numbers=numbers)
-
-  def join(self, values: Sequence[Value]) -> Value:
-    # The result has the labels of the first value, so that the carry of a loop reaches a fixpoint.
-    labels = zip(*(v.labels for v in values), strict=True)
-    return Value(
-      tuple(map(self._labels.unite, labels)),
-      any(v.data for v in values),
-      functools.reduce(operator.or_, (v.met for v in values)),
-      frozenset().union(*(v.leaves for v in values)),
-      any(v.penalty for v in values) and all(v.penalty or not v.leaves for v in values),
-      all(v.counted for v in values),
-      values[0].numbers if len({v.numbers for v in values}) == 1 else None,
-      _unique(m for v in values for m in v.axis_maps),
-    )
-
-  def operation(self, equation: _types.Equation, inputs: list[Value]) -> list[Value]:
-    rule = _primitives.rule_of(equation)
-    if rule.is_identity:
-      return inputs
-    data = any(v.data for v in inputs)
-    if equation.primitive.name == "random_wrap":
-      # The equation makes a key from integers of the batch. Arrays drawn from the key are noise, so
-      # the key counts as data only if noise does.
-      data = data and self._is_data(DataKind.NOISE)
-    met = 0
-    if data:
-      met = self._note_meeting(inputs)
-      self._note_uses(equation, inputs)
-    else:
-      inputs = self._note_generated(equation, inputs)
-    if equation.primitive.name == "stop_gradient":
-      met = 0  # a detached pass of the model is data like a batch
-    leaves = frozenset() if data else frozenset().union(*(v.leaves for v in inputs))
-    summed = any(
-      v.penalty or (v.leaves and atom.aval.size > 1 and not (rule.is_lookup or rule.is_entrywise))
-      for v, atom in zip(inputs, equation.invars, strict=True)
-    )
-    counted = not data and not leaves and all(v.counted for v in inputs)
-    numbers = _numbers.compute(equation, [v.numbers for v in inputs]) if counted else None
-    values = [
-      Value(
-        self._result_labels(equation, inputs, result),
-        data,
-        met,
-        leaves,
-        bool(leaves) and summed and not variable.aval.shape,
-        counted,
-        numbers,
-        _result_axis_maps(equation, inputs, result),
-      )
-      for result, variable in enumerate(equation.outvars)
-    ]
-    if leaves or rule.move is None:
-      self._note_unknown(equation, inputs, values)
-    return values
-
-  def loop(
-    self, equation: _types.Equation, body: _types.Jaxpr, inputs: list[Value], carry: slice
-  ) -> list[Value]:
-    begins = {i: inputs[i].numbers for i in range(carry.start, carry.stop)}
-    counters = _numbers.counters(equation, body, begins, carry)
-    arguments = [
-      value._replace(numbers=counters[i]) if i in counters else value
-      for i, value in enumerate(inputs[: carry.stop])
-    ]
-    is_reversed = equation.params.get("reverse", False)
-    arguments += [self._slice(value, is_reversed) for value in inputs[carry.stop :]]
-    self._note_scan(equation, inputs, carry)
-    outer = self._loop, self._met_in_loop
-    self._loop, self._met_in_loop = id(equation), 0
-    noted: list[list[Any]] = [self._uses, self._early_uses, self._expert_uses, self._scans]
-    noted.append(self._unknown_uses)
-    lengths = list(map(len, noted))
-
-    def run_iteration(inputs: list[Value]) -> list[Value]:
-      # Drop the notes of the previous iteration, so that each use is noted once.
-      for notes, length in zip(noted, lengths, strict=True):
-        del notes[length:]
-      outputs = self.run(body, inputs)
-      for i, numbers in counters.items():
-        outputs[i - carry.start] = outputs[i - carry.start]._replace(numbers=numbers)
-      return outputs
-
-    outputs = self.find_fixpoint(run_iteration, arguments, carry)
-    constants = frozenset().union(*(v.leaves for v in inputs[: carry.start]))
-    if shared := self._met_in_loop & _as_bits(constants):
-      self._shared_by[id(equation)] = shared
-    self._loop, met = outer
-    self._met_in_loop |= met
-    carries = carry.stop - carry.start
-    outputs = [value._replace(numbers=None) for value in outputs]
-    return [*outputs[:carries], *map(self._stack, outputs[carries:])]
-
-  def branches(self, branches: Sequence[_types.Jaxpr], inputs: list[Value]) -> list[Value]:
-    results = []
-    noted: set[int] = set()
-    for branch in branches:
-      start = len(self._uses)
-      results.append(self.run(branch, inputs))
-      # A leaf that several branches use counts as used once in the order of uses.
-      branch_uses = self._uses[start:]
-      self._uses[start:] = [[use for use in uses if use.leaf not in noted] for uses in branch_uses]
-      self._early_uses += [use for uses in branch_uses for use in uses if use.leaf in noted]
-      noted |= {use.leaf for uses in branch_uses for use in uses}
-    return list(map(self.join, zip(*results, strict=True)))
-
-  def _is_data(self, kind: DataKind | None) -> bool:
-    return kind is not None and kind <= self._definition
-
-  def _slice(self, value: Value, is_reversed: bool) -> Value:
-    """Returns the value of one slice of an array, as the body of a scan gets it."""
-    axis_maps = _unique(m.first_slice() for m in value.axis_maps)
-    numbers = value.numbers[::-1] if value.numbers and is_reversed else value.numbers
-    return value._replace(axis_maps=axis_maps, labels=value.labels[1:], numbers=numbers)
-
-  def _stack(self, value: Value) -> Value:
-    """Returns the value of a scan's output, which stacks the values of the steps."""
-    axis_maps = _unique(m.stack() for m in value.axis_maps)
-    return value._replace(axis_maps=axis_maps, labels=(self._labels.fresh(), *value.labels))
-
-  def _note_scan(self, equation: _types.Equation, inputs: list[Value], carry: slice) -> None:
-    """Notes a scan if it runs over layers: it has a carry, and slices leaves."""
-    sliced = inputs[carry.stop :]
-    # The steps of a scan without a carry are independent, so its slices are not layers in a row.
-    if not sliced or carry.stop == carry.start or not equation.params["length"]:
-      return
-    outer = {leaf for scan in self._scans for leaf in scan.axis_of}
-    axes = {
-      m.leaf: m.dims[0][0].axis
-      for value in sliced
-      for m in value.axis_maps
-      if not m.sliced and m.leaf not in outer and _axis_map.is_axis(m.dims[0], self._shapes[m.leaf])
-    }
-    if axes:
-      constants = (m for value in inputs[: carry.start] for m in value.axis_maps)
-      shared = frozenset(m.leaf for m in constants if not m.sliced)
-      length, reverse = equation.params["length"], equation.params["reverse"]
-      scan = _layer_scans.LayerScan(tuple(sorted(axes.items())), shared, length, reverse)
-      self._scans.append(scan)
-
-  def _note_meeting(self, inputs: list[Value]) -> int:
-    """Notes which leaves meet data in an equation; returns the leaves that now have met data."""
-    met = functools.reduce(operator.or_, (v.met for v in inputs))
-    meeting: dict[int, set[frozenset[_axis_map.Pick]]] = {}
-    for value in inputs:
-      if not value.penalty:
-        for leaf in value.leaves:
-          meeting.setdefault(leaf, set())
-        if not value.data:
-          for axis_map in value.axis_maps:
-            meeting[axis_map.leaf].add(axis_map.picks)
-    self.num_meetings += any(leaf not in self._upstream for leaf in meeting)
-    for leaf, entries in meeting.items():
-      self._upstream.setdefault(leaf, met)
-      self._ever_upstream[leaf] = self._ever_upstream.get(leaf, 0) | met
-      for picks in entries or [frozenset[_axis_map.Pick]()]:
-        note = _layer_scans.Meeting(leaf, picks, self._loop, bool(met >> leaf & 1))
-        self._meetings.setdefault((leaf, picks), note)
-    leaves = _as_bits(meeting)
-    self._met_in_loop |= leaves
-    return met | leaves
-
-  def _result_labels(
-    self, equation: _types.Equation, inputs: list[Value], result: int
-  ) -> tuple[int, ...]:
-    """Returns a label for each dimension of the equation's result number `result`.
-
-    If dimensions of operands run along a dimension of the result, their labels are united, and the
-    dimension of the result gets the same label. Any other dimension, or a dimension of size 1, gets
-    a new label.
-    """
-    shape = equation.outvars[result].aval.shape
-    along: list[list[int]] = [[] for _ in shape]
-    for operand, value in enumerate(inputs):
-      for dim, out in self._aligned_dims(equation, operand, result):
-        along[out].append(value.labels[dim])
-    return tuple(
-      self._labels.unite(labels) if labels and size > 1 else self._labels.fresh()
-      for labels, size in zip(along, shape, strict=True)
-    )
-
-  def _aligned_dims(
-    self, equation: _types.Equation, operand: int, result: int
-  ) -> tuple[tuple[int, int], ...]:
-    """Returns pairs: a dimension of an operand, and the dimension of a result along which it runs.
-
-    `operand` and `result` are indices.
-    """
-    key = id(equation), operand, result
-    if key not in self._aligned:
-      shape = equation.invars[operand].aval.shape
-      leaf = _axis_map.identity(0, shape)
-      moved = _primitives.move(equation, operand, leaf, result, by_data=True)
-      dims = moved.dims if moved is not None else ()
-      self._aligned[key] = tuple(
-        (dim[0].axis, out) for out, dim in enumerate(dims) if _axis_map.is_axis(dim, shape)
-      )
-    return self._aligned[key]
-
-  def _note_uses(self, equation: _types.Equation, inputs: list[Value]) -> None:
-    """Notes the uses of the leaves that meet data in an equation."""
-    product = _primitives.product_of(equation)
-    met: set[int] = set()  # outside of penalties
-    uses: list[Use] = []
-    for operand, value in enumerate(inputs):
-      if value.penalty:
-        continue
-      met |= value.leaves
-      inputs_of_kernels = []
-      if product is not None and operand < 2 and not value.data:
-        inputs_of_kernels = self._inputs_of_kernels(value, product.contracted[operand])
-      for axis_map in value.axis_maps:
-        if value.data:
-          self._note_input(axis_map)
-        use = _uses.in_equation(equation, operand, axis_map, product)
-        if axis_map in inputs_of_kernels:
-          kind = UseKind.ENTRYWISE if axis_map.has_inputs else UseKind.INPUT
-          use = _uses.of_entries(axis_map, kind)
-        elif use.kind == UseKind.CONTRACTED and product is not None:
-          other = inputs[1 - operand]
-          # The value holds slices of a leaf that data has looked up. They are kernels of experts
-          # if the other operand is data without axis maps. Otherwise, they may be embeddings.
-          if value.data and (not other.data or other.axis_maps):
-            continue
-          self._note_product(product, operand, inputs)
-          if value.data:
-            self._expert_uses.append(use)
-        if not value.data:
-          uses.append(use)
-    uses += [Use(leaf, UseKind.UNCLEAR) for leaf in met - {use.leaf for use in uses}]
-    uses.sort(key=lambda use: use.leaf)
-    in_penalties = frozenset().union(*(v.leaves for v in inputs)) - met
-    uses += [Use(leaf, UseKind.PENALTY) for leaf in sorted(in_penalties)]
-    if uses:
-      self._uses.append(uses)
-
-  def _note_generated(self, equation: _types.Equation, inputs: list[Value]) -> list[Value]:
-    """Notes the use of a kernel in a product without data; returns the operands `inputs`.
-
-    In the returned operands, `has_inputs` of the kernel's axis maps is True.
-    """
-    product = _primitives.product_of(equation)
-    kernel = None if product is None else self._kernel_of(inputs, product)
-    if product is None or kernel is None:
-      return inputs
-    value = inputs[kernel]
-    kernels = _uses.kernels(value.axis_maps, product.contracted[kernel])
-    uses = [_uses.in_equation(equation, kernel, m, product) for m in kernels]
-    generated = [
-      use._replace(kind=UseKind.GENERATED) for use in uses if use.kind == UseKind.CONTRACTED
-    ]
-    if generated:
-      self._note_product(product, kernel, inputs)
-      self._early_uses += generated
-      for axis_map in inputs[1 - kernel].axis_maps:
-        self._note_input(axis_map)
-    # If the second operand is a constant, it may be a part of the kernel, not the kernel's input.
-    if kernel == 0 and not inputs[1].leaves:
-      return inputs
-    maps = _unique(m._replace(has_inputs=True) if m in kernels else m for m in value.axis_maps)
-    return [*inputs[:kernel], value._replace(axis_maps=maps), *inputs[kernel + 1 :]]
-
-  def _kernel_of(self, inputs: list[Value], product: _primitives.Product) -> int | None:
-    """Returns which operand (0 or 1) of a product without data is a kernel; None if neither is."""
-    have_inputs = [any(m.has_inputs for m in value.axis_maps) for value in inputs[:2]]
-    first, second = (
-      {m.leaf for m in _uses.kernels(value.axis_maps, dims)}
-      for value, dims in zip(inputs, product.contracted, strict=False)
-    )
-    # If both operands are activations, such as queries and keys, or are the same matrix, as in a
-    # penalty, neither is a kernel.
-    if all(have_inputs) or first & second:
-      return None
-    if first and second:
-      only_first = first & self._named_kernels and not second & self._named_kernels
-      return 0 if only_first else 1
-    kernel = 0 if first else 1
-    # A constant that an activation is multiplied with is not an input of a kernel.
-    is_mixed = have_inputs[kernel] and not inputs[1 - kernel].leaves
-    return None if is_mixed else kernel
-
-  def _inputs_of_kernels(self, value: Value, contracted: Sequence[int]) -> list[AxisMap]:
-    """Returns the axis maps of an operand's leaves that are not kernels in a product with data.
-
-    The product sums over the operand's dimensions `contracted`. If only outputs of kernels run
-    along these dimensions, the operand is an activation, and none of its leaves is a kernel of this
-    product. In any other operand, only the scales (see `_uses.is_scale`) are not kernels.
-    """
-    maps = value.axis_maps
-    with_inputs = [m for m in maps if m.has_inputs]
-    is_product = _uses.kernels(maps, contracted) or (
-      len(with_inputs) == len(maps) and _uses.free_dims(maps, contracted)
-    )
-    # The operand may be the sum of a kernel and a product of kernels, as in adapters.
-    is_sum = any(
-      m.leaf in self._named_kernels and not m.contracted and m.axes(contracted) for m in maps
-    )
-    is_activation = with_inputs and not is_product and not is_sum
-    return [m for m in maps if is_activation or _uses.is_scale(maps, m, contracted)]
-
-  def _note_unknown(
-    self, equation: _types.Equation, inputs: list[Value], results: Sequence[Value]
-  ) -> None:
-    """Notes the leaves of whose axis maps in the operands no result of the equation has any."""
-    if maps := [m for value in inputs for m in value.axis_maps]:
-      kept = {m.leaf for value in results for m in value.axis_maps}
-      self._unknown_uses += [
-        _uses.of_entries(m, UseKind.UNKNOWN)._replace(primitive=equation.primitive.name)
-        for m in maps
-        if m.leaf not in kept
-      ]
-
-  def _note_input(self, axis_map: AxisMap) -> None:
-    """Notes an entrywise use of a leaf, which tells the leaf's axes if no other use does."""
-    self._inputs.setdefault(axis_map.leaf, _uses.of_entries(axis_map))
-
-  def _note_product(self, product: _primitives.Product, kernel: int, inputs: list[Value]) -> None:
-    """Notes the labels of a kernel's batch dimensions and of all contracted dimensions.
-
-    `kernel` is the index of the operand that is the kernel.
-    """
-    self._batch |= {inputs[kernel].labels[dim] for dim in product.batch[kernel]}
-    for value, dims in zip(inputs, product.contracted, strict=False):
-      self._contracted |= {value.labels[dim] for dim in dims}
-
-
-def _as_bits(leaves: Iterable[int]) -> int:
-  return functools.reduce(operator.or_, (1 << leaf for leaf in leaves), 0)
+def _findings(walk: _leaf_walk.LeafWalk, paths: list[str]) -> Findings:
+  as_set = functools.cache(_as_set)  # most leaves have the upstream leaves of another one
+  upstream, ever_upstream = (
+    [as_set(found.get(leaf, 0)) for leaf in range(len(paths))]
+    for found in (walk.upstream, walk.ever_upstream)
+  )
+  shared_by = {loop: as_set(leaves) for loop, leaves in walk.shared_by.items()}
+  scanned = {leaf for scan in walk.scans for leaf in scan.axis_of}
+  indexed = _layer_scans.find_indexed([*walk.meetings.values()], walk.shapes, shared_by)
+  return Findings(
+    paths=paths,
+    shapes=walk.shapes,
+    uses=list(filter(None, walk.uses)),
+    early_uses=[*walk.early_uses, *walk.inputs.values()],
+    expert_uses=walk.expert_uses,
+    unknown_uses=walk.unknown_uses,
+    batch_axes=walk.batch_axes(),
+    scans=[*walk.scans, *(scan for scan in indexed if scanned.isdisjoint(scan.axis_of))],
+    upstream=upstream,
+    ever_upstream=ever_upstream,
+    recurrent=[
+      leaves
+      for leaves in dict.fromkeys(shared_by.values())
+      if any(leaf in ever_upstream[leaf] for leaf in leaves)
+    ],
+  )
 
 
 def _as_set(bits: int) -> frozenset[int]:
   return frozenset(leaf for leaf in range(bits.bit_length()) if bits >> leaf & 1)
-
-
-def _result_axis_maps(
-  equation: _types.Equation, inputs: list[Value], result: int
-) -> tuple[AxisMap, ...]:
-  """Returns the axis maps of the equation's result number `result`."""
-  by_data = _primitives.rule_of(equation).is_lookup and not all(v.counted for v in inputs[1:])
-  # A kernel that data has looked up keeps its axis map until the kernel meets other data.
-  meets = any(v.data for v in inputs) and not by_data
-  stay = _primitives.product_of(equation) is None and all(v.axis_maps or not v.data for v in inputs)
-  found = []
-  for operand, value in enumerate(inputs):
-    if meets and not (value.data and stay):
-      continue
-    for axis_map in value.axis_maps:
-      moved = _primitives.move(equation, operand, axis_map, result, by_data)
-      if moved is not None and moved.picks != axis_map.picks:
-        indices = _numbers.picked(equation, result, [v.numbers for v in inputs])
-        moved = moved.with_indices(axis_map, indices)
-      if moved is not None:
-        found.append(moved)
-  return _unique(found)

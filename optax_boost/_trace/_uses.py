@@ -125,6 +125,56 @@ def free_dims(maps: Sequence[AxisMap], dims: Sequence[int]) -> list[int]:
   return [dim for dim in dims if not any(m.has_inputs and m.axes([dim]) for m in maps)]
 
 
+def kernel_of(
+  first: Sequence[AxisMap],
+  second: Sequence[AxisMap],
+  product: _primitives.Product,
+  are_leaves: tuple[bool, bool],
+  named_kernels: frozenset[int],
+) -> int | None:
+  """Returns which operand (0 or 1) of a product without data is a kernel; None if neither is.
+
+  `first` and `second` are the axis maps of the operands, and `are_leaves` tells which of them are
+  computed from leaves. If both may be kernels, the second is, unless only leaves of the first have
+  the names of kernels: are among `named_kernels`.
+  """
+  have_inputs = [any(m.has_inputs for m in maps) for maps in (first, second)]
+  in_first, in_second = (
+    {m.leaf for m in kernels(maps, dims)}
+    for maps, dims in zip((first, second), product.contracted, strict=True)
+  )
+  # If both operands are activations, such as queries and keys, or are the same matrix, as in a
+  # penalty, neither is a kernel.
+  if all(have_inputs) or in_first & in_second:
+    return None
+  if in_first and in_second:
+    only_first = in_first & named_kernels and not in_second & named_kernels
+    return 0 if only_first else 1
+  kernel = 0 if in_first else 1
+  # A constant that an activation is multiplied with is not an input of a kernel.
+  is_mixed = have_inputs[kernel] and not are_leaves[1 - kernel]
+  return None if is_mixed else kernel
+
+
+def inputs_of_kernels(
+  maps: Sequence[AxisMap], contracted: Sequence[int], named_kernels: frozenset[int]
+) -> list[AxisMap]:
+  """Returns those axis maps of an operand whose leaves are not kernels in a product with data.
+
+  The product sums over the operand's dimensions `contracted`. If only outputs of kernels run along
+  these dimensions, the operand is an activation, and none of its leaves is a kernel of this
+  product. In any other operand, only the scales (see `is_scale`) are not kernels.
+  """
+  with_inputs = [m for m in maps if m.has_inputs]
+  is_product = kernels(maps, contracted) or (
+    len(with_inputs) == len(maps) and free_dims(maps, contracted)
+  )
+  # The operand may be the sum of a kernel and a product of kernels, as in adapters.
+  is_sum = any(m.leaf in named_kernels and not m.contracted and m.axes(contracted) for m in maps)
+  is_activation = with_inputs and not is_product and not is_sum
+  return [m for m in maps if is_activation or is_scale(maps, m, contracted)]
+
+
 def _joined_kernels(axis_map: AxisMap, product: _primitives.Product) -> tuple[Axes, bool]:
   """Returns the axes of a kernel that ``vmap`` has added, and whether a convolution is depthwise.
 
