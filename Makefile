@@ -48,10 +48,10 @@ test-cpus: $(READY)
 # examples need JAX 0.10, for `jax.lax.pcast` and for the collectives that they count.
 # Equinox warns with the oldest JAX.
 NEWER := tests/adasum tests/trainers/test_equinox.py optax_boost/_methods/_adasum
-# Of the pages, the programs with AdaSum, with Equinox, with `nnx.List` or `nnx.as_pure`, which came
-# with Flax 0.12, and with `optax.snapshot`, which came with optax 0.2.6.
+# Of the pages, the programs with AdaSum, with Equinox, and with `nnx.List` or `nnx.as_pure`, which
+# came with Flax 0.12.
 NEWER_PAGES := cards/adasum.md cards/auto_boost.md-NNX guides/fine_tuning.md-NNX guides/trainers.md \
-  quickstart.md-Equinox metrics.md
+  quickstart.md-Equinox
 test-oldest:
 	$(PYTHON) -m venv .venv-oldest
 	.venv-oldest/bin/python -m pip install --quiet --upgrade pip

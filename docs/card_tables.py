@@ -25,7 +25,7 @@ HEADER = re.compile(
 )
 METRICS_HEADER = "| metric | of | dtype, meaning, unit | alarm |\n|---|---|---|---|\n"
 METRIC = re.compile(
-  r"\| `(?P<name>\S+)` \| (?P<of>every step|wrappers that skip|`\w+`(?:, `\w+`)*)"
+  r"\| `(?P<name>\S+)` \| (?P<of>every step(?:, if asked)?|wrappers that skip|`\w+`(?:, `\w+`)*)"
   r" \| (?P<dtype>float32|int32)(?P<shape>|, one per leaf): (?P<meaning>[^|]+)"
   r" \| (?P<alarm>[^|]+) \|\n"
 )
@@ -53,7 +53,8 @@ class Metric(NamedTuple):
 
   Attributes:
     name: the metric, as the train step returns it.
-    of: the methods that have it, "every step", or "wrappers that skip" steps or micro-batches.
+    of: the methods that have it; "every step", perhaps "if asked" by the argument `metrics`; or
+      "wrappers that skip" steps or micro-batches.
     dtype: its dtype.
     shape: empty for a scalar, or ", one per leaf".
     meaning: its meaning and unit.

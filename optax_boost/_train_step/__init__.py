@@ -7,6 +7,7 @@ It knows no method by name: the class of a method's state declares what the meth
   _replaced_values         finds the values that the gradient replaces, as in Flax's fp8 layers
   _traced_loss             the loss as a jaxpr, which is traced only if it is needed
   _state_requests          the loss scale and the frozen layers that the optimizer state asks for
+  _requested_metrics       gradient norm and learning rate, reported when asked for
   _objective               the loss and its gradient as functions of the params
   _train_state             ``TrainState``, the state that a step takes and returns
   _state_placement         places the arrays of a train state on devices

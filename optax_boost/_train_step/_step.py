@@ -1,6 +1,6 @@
 """``make_train_step``, and :class:`TrainStep`, the jitted train step that it returns."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 import concurrent.futures
 import functools
 from typing import Any
@@ -17,6 +17,7 @@ from optax_boost._train_step import (
   _background_compilation,
   _frozen_depth,
   _replaced_values,
+  _requested_metrics,
   _state_placement,
   _step_computation,
   _train_state,
@@ -307,6 +308,7 @@ def make_train_step(
   donate: bool = True,
   hold_frozen_statistics: bool = True,
   weight: str | _types.WeightFn | None = None,
+  metrics: Sequence[str] = (),
 ) -> TrainStep:
   """Makes a jitted train step for any optax transformation.
 
@@ -340,13 +342,20 @@ def make_train_step(
     weight: the weight of a batch in :func:`accumulate`, such as its number of real examples or
       tokens: the name of an entry of the loss's aux, or a function of the batch. None: all batches
       count equally.
+    metrics: names of metrics that the step computes only if they are named here.
+      ``"gradient_norm"``: the global norm of the gradient of ``metrics["loss"]``, in float32,
+      without the loss scale, and before any clipping. In :func:`accumulate` it is the
+      micro-batch's; frozen layers don't count; a skipped step has its norm, too, which may be NaN.
+      ``"learning_rate"``: the rate of the last step that the optimizer made, read from the state of
+      ``optax.inject_hyperparams``. If there are several rates, the second is ``learning_rate_1``.
 
   Returns:
     A :class:`TrainStep`, whose ``init(params)`` returns the state for ``step(state, batch)``.
 
   Raises:
     TypeError: when traced, if the loss does not return what the options say.
-    ValueError: when called, if the state has several loss scales or several :func:`freeze_layers`.
+    ValueError: when called, if the state has several loss scales or several :func:`freeze_layers`,
+      or lacks the learning rate that `metrics` names.
 
   Examples:
     >>> import jax.numpy as jnp, optax, optax_boost
@@ -367,6 +376,7 @@ def make_train_step(
     "has_model_state": has_model_state,
     "hold_frozen_statistics": hold_frozen_statistics,
     "weight": weight,
+    "metrics": _requested_metrics.check_names(metrics),
   }
   for name in ("has_aux", "has_model_state", "hold_frozen_statistics"):
     _checks.check_bool(name, options[name])

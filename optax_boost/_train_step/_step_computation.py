@@ -34,6 +34,7 @@ from optax_boost._train_step import (
   _objective,
   _rejected_batch,
   _replaced_values,
+  _requested_metrics,
   _state_placement,
   _state_requests,
   _traced_loss,
@@ -77,6 +78,7 @@ class StepComputation:
   has_model_state: bool
   hold_frozen_statistics: bool
   weight: str | _types.WeightFn | None
+  metrics: tuple[str, ...]
   warnings_given: set[str] = dataclasses.field(default_factory=set)
   losses_checked: set[bool] = dataclasses.field(default_factory=set)
 
@@ -197,6 +199,7 @@ class StepComputation:
     rejected = _skipped_steps.left_out(state.opt_state, opt_state)
     metrics = {"loss": value, **_protocol.read_metrics(opt_state)}
     metrics |= _rejected_batch.skip_metrics(rejected, value)
+    metrics |= _requested_metrics.requested_metrics(self.metrics, grad, scaling, opt_state)
     if freezing is not None:
       # `freezing` was read from the old state. The new state holds the number for the next step.
       metrics["frozen_groups"] = freezing.num_frozen()
