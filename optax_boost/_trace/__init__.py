@@ -100,7 +100,7 @@ The modules, each of which imports those before it:
 
   _jaxpr          an interpreter of jaxprs; the analyses are its subclasses
   _axis_map       axis maps
-  _losses         traces losses, and tells which arguments of a loss are data
+  _losses         calls and traces losses, and tells which arguments of a loss are data
   _primitives     ``RULES``: how each primitive moves axis maps. If a primitive has no rule, the
                   axes of the leaves that enter the primitive are unknown, except those that a scan
                   has sliced before, and methods warn

@@ -1,10 +1,41 @@
-"""Traces losses, tells which of their arguments are data, and marks losses with a model state."""
+"""Calls and traces losses, tells which arguments are data, and marks losses with a model state."""
+
+import functools
+import re
+from typing import Any
 
 import jax
 import optax
 
 from optax_boost._foundation import _batches, _checks, _mesh_axes, _tree_checks, _types
 from optax_boost._trace import _jaxpr
+
+# What Python and JAX say if a loss indexes or unpacks a batch of another structure.
+_MISREAD = re.compile(r"\bind(ex|ices)|unpack|\bstr\b|string")
+
+
+def call(loss_fn: _types.LossFn, params: optax.Params, *args: _types.Tree) -> Any:
+  """Returns ``loss_fn(params, *args)``; explains errors of a loss for other arguments."""
+  try:
+    return loss_fn(params, *args)
+  except (TypeError, ValueError, LookupError, AttributeError) as error:
+    if str(error) == f"'{type(params).__name__}' object is not callable":
+      raise TypeError(
+        "`loss_fn(params, batch)` is called with the params, which can't be called like a model;"
+        f" got a loss that calls them, {error}. For a loss of a Linen model, write `loss_fn,"
+        " params, model_state = optax_boost.linen.split_loss(loss_fn, module, variables)`, or call"
+        " `module.apply(params, x)` in the loss; for NNX, `optax_boost.nnx.split_loss(loss_fn,"
+        " model)`."
+      ) from error
+    if isinstance(error, LookupError | AttributeError) or _MISREAD.search(str(error)):
+      # A note, since the error may be of the user's own.
+      passed = args[1:] if is_stateful(loss_fn) else (params, *args)
+      types = jax.tree.map(lambda leaf: str(jax.typeof(leaf)), passed)
+      error.add_note(
+        f"`loss_fn` was called with {', '.join(_checks.shorten(tree, 200) for tree in types)}. A"
+        " batch reaches the loss as you pass it; read it by the names or numbers that it has."
+      )
+    raise
 
 
 def trace(
@@ -21,7 +52,7 @@ def trace(
   _mesh_axes.check_axis_name("axis_name", axis_name)
   for name, tree in (("params", params), ("args", args)):
     _tree_checks.check_traceable(name, tree)
-  function = _jaxpr.uncached(loss_fn)
+  function = _jaxpr.uncached(functools.partial(call, loss_fn))
   for axis in axis_name if isinstance(axis_name, tuple) else filter(None, [axis_name]):
     function = _with_axis(function, axis)
   try:

@@ -91,18 +91,7 @@ class StepComputation:
   ) -> tuple[_types.FloatScalar, tuple[_types.ModelState, Any]]:
     """Returns ``loss, (model_state, aux)``, with the statistics after the forward pass."""
     statistics = (model_state,) if self.has_model_state else ()
-    try:
-      output = self.loss_fn(params, *statistics, batch, *rngs)
-    except TypeError as error:
-      kind = type(params).__name__
-      if str(error) == f"'{kind}' object is not callable":
-        raise TypeError(
-          "`loss_fn(params, batch)` is called with the params, which can't be called like a model;"
-          f" got a loss that calls them, {error}. For a loss of a Linen model, write `loss_fn,"
-          " params, model_state = optax_boost.linen.split_loss(loss_fn, module, variables)`, or"
-          " call `module.apply(params, x)` in the loss."
-        ) from error
-      raise
+    output = _losses.call(self.loss_fn, params, *statistics, batch, *rngs)
     if _losses.is_stateful(self.loss_fn):
       output, model_state = output
       loss, (_, aux) = _loss_output.split_output(output, self.has_aux, False)

@@ -26,6 +26,9 @@ class KeyedBatch(NamedTuple):
 
   batch: _types.Batch
 
+  def __repr__(self) -> str:
+    return repr(self.batch)  # as error messages show it
+
 
 @functools.partial(
   jax.tree_util.register_dataclass,
@@ -47,6 +50,9 @@ class ClosedBatch:
   constants: _batches.Constants
   structure: _types.TreeDef
   graphdef: nnx.GraphDef
+
+  def __repr__(self) -> str:
+    return repr(self.batch)  # as error messages show it
 
   def open(self) -> tuple[_types.Batch, tuple[Any, ...]]:
     """Returns the batch, with NNX objects made from the arrays, and a tuple of these objects."""

@@ -66,10 +66,103 @@ def test_the_loss_of_a_linen_model_without_split_loss_is_told_to_split():
     step(step.init(variables), BATCH)
 
 
+@pytest.mark.parametrize("read", [optax_boost.layer_groups, optax_boost.layer_axes])
+def test_a_function_that_reads_the_loss_of_a_linen_model_without_split_loss_says_to_split(read):
+  variables = nn.Dense(1).init(jax.random.key(0), BATCH["x"])
+  for params in (variables, variables["params"]):
+    with pytest.raises(TypeError, match=r"can't be called like a model.*linen\.split_loss\(") as e:
+      read(loss_of_model, params, BATCH)
+    assert str(e.value.__cause__) == "'dict' object is not callable"
+
+
+def by_unpacking(params, batch):
+  x, y = batch
+  return squares(params, {"x": x, "y": y})
+
+
+def by_number(params, batch):
+  return squares(params, {"x": batch[0], "y": batch[1]})
+
+
+def by_attribute(params, batch):
+  return squares(params, {"x": batch.x, "y": batch.y})
+
+
+PAIR = (BATCH["x"], BATCH["y"])
+MISREAD = {
+  "a tuple by name": (squares, PAIR, TypeError),
+  "an array by name": (squares, BATCH["x"], TypeError),
+  "a dict without this name": (squares, {"x": BATCH["x"]}, KeyError),
+  "a dict by number": (by_number, BATCH, KeyError),
+  "a short tuple": (by_number, PAIR[:1], IndexError),
+  "a dict of two, unpacked": (by_unpacking, BATCH, TypeError),
+  "a dict of three, unpacked": (by_unpacking, BATCH | {"z": BATCH["y"]}, ValueError),
+  "a dict by attribute": (by_attribute, BATCH, AttributeError),
+}
+
+
+def in_nnx(loss, batch, *rngs):
+  model = nnx.Linear(3, 1, use_bias=False, rngs=nnx.Rngs(0))
+  step = optax_boost.nnx.make_train_step(
+    lambda model, batch, *rngs: loss({"w": model.kernel[...]}, batch)
+  )
+  step(model, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param), batch, *rngs)
+
+
+def in_linen(loss, batch):
+  module = nn.Dense(1, use_bias=False)
+  variables = {"params": {"kernel": PARAMS["w"]}}
+  pure, *start = optax_boost.linen.split_loss(
+    lambda model, batch: loss(PARAMS, batch) * jnp.sum(model(jnp.ones(3))), module, variables
+  )
+  step = optax_boost.make_train_step(pure, optax.sgd(0.1))
+  step(step.init(*start), batch)
+
+
+def in_plain_jax(loss, batch):
+  step = optax_boost.make_train_step(loss, optax.sgd(0.1))
+  step(step.init(PARAMS), batch)
+
+
+def ahead(loss, batch):
+  step = optax_boost.make_train_step(loss, optax.sgd(0.1))
+  step.compile_ahead(step.init(PARAMS), [batch])
+
+
+def in_a_race(loss, batch):
+  optimizers = {"a": optax.sgd(0.1), "b": optax.sgd(0.2)}
+  optax_boost.race(loss, lambda key: PARAMS, batch, optimizers, steps=2, batch_size=4, seeds=2)
+
+
+CALLS = {
+  "plain": in_plain_jax,
+  "linen": in_linen,
+  "nnx": in_nnx,
+  "nnx with a key": lambda loss, batch: in_nnx(loss, batch, jax.random.key(0)),
+  "compile_ahead": ahead,
+  "race": in_a_race,
+  "layer_groups": lambda loss, batch: optax_boost.layer_groups(loss, PARAMS, batch),
+  "layer_axes": lambda loss, batch: optax_boost.layer_axes(loss, PARAMS, batch),
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+@pytest.mark.parametrize(("loss", "batch", "error"), MISREAD.values(), ids=MISREAD)
+def test_a_loss_that_misreads_its_batch_is_told_what_came(call, loss, batch, error):
+  with pytest.raises(error) as raised:
+    call(loss, batch)
+  (note,) = [note for note in raised.value.__notes__ if "`loss_fn`" in note]
+  types = jax.tree.map(lambda x: f"float32[{x.shape[0]},{x.shape[1]}]", batch)
+  assert f"{types!r}" in note
+  assert "Batch(" not in note
+  assert "read it by the names or numbers that it has" in note
+
+
 def test_another_type_error_of_a_loss_passes_unchanged():
   step = optax_boost.make_train_step(lambda p, batch: batch["x"](p), optax.sgd(0.1))
-  with pytest.raises(TypeError, match=r"^'.*Tracer' object is not callable"):
+  with pytest.raises(TypeError, match=r"^'.*Tracer' object is not callable") as raised:
     step(step.init(PARAMS), BATCH)
+  assert not any("`loss_fn`" in note for note in getattr(raised.value, "__notes__", ()))
 
 
 @pytest.mark.parametrize("text", ["a name", np.array(["a", "b", "c", "d"])])
