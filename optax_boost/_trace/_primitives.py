@@ -288,8 +288,9 @@ RULES: dict[str, Rule] = {
   **dict.fromkeys(
     (
       *("abs", "acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "cbrt", "ceil", "cos"),
-      *("cosh", "exp", "exp2", "expm1", "floor", "integer_pow", "log", "log1p", "logistic", "pow"),
-      *("round", "rsqrt", "sign", "sin", "sinh", "sqrt", "square", "tan", "tanh"),
+      *("cosh", "exp", "exp2", "expm1", "floor", "integer_pow", "log", "log1p", "log2", "logistic"),
+      *("one_minus_square", "polynomial", "pow", "round", "rsqrt", "sign", "sin", "sinh", "sqrt"),
+      *("square", "tan", "tanh"),
     ),
     POINTWISE,
   ),
