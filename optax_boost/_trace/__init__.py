@@ -113,8 +113,12 @@ The modules, each of which imports those before it:
                   upstream of a leaf
   _layer_axes     ``layer_axes``: the axes of each leaf, as its uses tell
   _traced_leaves  the leaves of a traced loss, and the order in which the loss uses them
-  _series         finds series: repeated modules in a row, or the layers of a scan or an index
-  _blocks         makes blocks of a series, of a chain of layers, or of what patterns select
+  _series         series: the blocks that patterns select, modules or the layers of a scan
+  _candidates     finds series: proposes patterns, and keeps those whose blocks are in a row
+  _question       asks which blocks are meant, and lists patterns to choose from
+  _places         places the leaves beside the blocks of series
+  _layers         layers as blocks, in a model without series
+  _blocks         chooses blocks: a series, a chain of layers, or what the user's patterns select
   _position_tables  finds the tables of learned positions
   _layer_groups   ``layer_groups``: makes groups of blocks
   _sources        from which arguments of a program each of its results is computed

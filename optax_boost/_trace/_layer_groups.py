@@ -17,7 +17,15 @@ import numpy as np
 import optax
 
 from optax_boost._foundation import _checks, _masks, _paths, _patterns, _trees, _types
-from optax_boost._trace import _blocks, _layer_axes, _leaf_uses, _losses, _traced_leaves
+from optax_boost._trace import (
+  _blocks,
+  _layer_axes,
+  _leaf_uses,
+  _losses,
+  _places,
+  _question,
+  _traced_leaves,
+)
 
 
 class LayerSlice(NamedTuple):
@@ -94,11 +102,11 @@ def layer_groups(
   A *block* is a module that the model repeats, and by default each block is a group. Blocks are a
   series of modules whose names differ by a number (``layers/0``, ``Block_3``, ``block_0_rgb``; the
   first may lack it, as in ``block, block_1``), or the layers that a scan slices or the program
-  takes by an index (``nn.scan``, ``lax.scan``, ``w[i]``). In a series, two or more modules have
-  several kernels, and each module gets data from the module before it. If one series or scan is
-  inside of another, the outer one gives the blocks. The leaves before all blocks (patches, class
-  token, positions, a tied embedding) are the first group, and the leaves after all blocks (final
-  norm, pooler, head) the last, as in BEiT, MAE and ``timm``.
+  takes by an index (``nn.scan``, ``lax.scan``, ``w[i]``), also of numbered scans in a row. In a
+  series, two or more blocks have several kernels, and each block gets data from the block before
+  it. If one series or scan is inside of another, the outer one gives the blocks. The leaves before
+  all blocks (patches, class token, positions, a tied embedding) are the first group, and the leaves
+  after all blocks (final norm, pooler, head) the last, as in BEiT, MAE and ``timm``.
 
   In a model without a series, each layer (a kernel with its bias and normalization, or a recurrent
   cell) is a block if the layers are a plain chain, as in an MLP. For any other model, for several
@@ -188,10 +196,10 @@ def layer_groups(
       if patterns is None
       else _blocks.blocks_of_patterns(model, patterns)
     )
-  except _blocks.Unclear as question:
+  except _question.Unclear as question:
     raise ValueError(str(question)) from None
   if patterns is None and num_groups is not None and num_groups > chosen.num_blocks:
-    chosen = _blocks.blocks_of_layers(model)
+    chosen = _blocks.smallest_blocks(model)
   return _groups_of_blocks(model, chosen, params, num_groups, overrides)
 
 
@@ -205,10 +213,10 @@ def even_groups(
   model = _model_of(findings)
   try:
     chosen = _blocks.blocks_by_default(model)
-  except _blocks.Unclear:
+  except _question.Unclear:
     chosen = None
   if chosen is None or chosen.num_blocks < num_groups:
-    chosen = _blocks.blocks_of_layers(model)
+    chosen = _blocks.smallest_blocks(model)
   return _groups_of_blocks(model, chosen, params, num_groups, None)
 
 
@@ -225,7 +233,7 @@ def _model_of(findings: _leaf_uses.Findings) -> _traced_leaves.Model:
 
 def _groups_of_blocks(
   model: _traced_leaves.Model,
-  blocks: _blocks.Blocks,
+  blocks: _places.Blocks,
   params: optax.Params,
   num_groups: int | None,
   overrides: Mapping[str, int] | None,
@@ -248,7 +256,7 @@ def _groups_of_blocks(
   group |= {leaf: [num_groups - 1] for leaf in unused}
   for leaf, number in _overridden(leaves, overrides, num_groups).items():
     group[leaf] = [number]
-  reused = _blocks.reused(model, blocks.by_leaf)
+  reused = _places.reused(model, blocks.by_leaf)
   axes = {leaf: axis for scan in model.scans for leaf, axis in scan.axes}
   entries: list[list[str | LayerSlice]] = [[] for _ in range(num_groups)]
   sizes = [0] * num_groups

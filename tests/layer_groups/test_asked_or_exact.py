@@ -299,12 +299,18 @@ def test_dense_layers_inside_of_blocks_are_not_proposed():
 # ---- Layers that the program takes from a leaf by an index
 
 LAYERS = 4
-STACK = {
-  "up": kernel(LAYERS, 8, 8),
-  "down": kernel(LAYERS, 8, 8),
-  "bias": kernel(LAYERS, 8),
-  "scale": kernel(LAYERS),
-}
+
+
+def stack_of(length):
+  return {
+    "up": kernel(length, 8, 8),
+    "down": kernel(length, 8, 8),
+    "bias": kernel(length, 8),
+    "scale": kernel(length),
+  }
+
+
+STACK = stack_of(LAYERS)
 
 
 def layer(h, p):
@@ -434,6 +440,38 @@ def test_two_stacks_in_one_module_are_asked_about_by_different_names(scanned):
   assert [str(group[0]) for group in plan.groups] == [
     f"net/{name}[{i}:{i + 1}]" for name in "ab" for i in range(4)
   ]
+
+
+def numbered_stacks(side_by_side):
+  """Two stacks of three and four layers, each scanned, in modules named by numbers; their loss."""
+  lengths = (3, 4)
+  params = {f"stage_{i}": {"scan": stack_of(n)} for i, n in enumerate(lengths)}
+
+  def loss(params, x):
+    outputs = []
+    for stage in params.values():
+      start = x if side_by_side or not outputs else outputs[-1]
+      outputs += [jax.lax.scan(lambda h, p: (layer(h, p), None), start, stage["scan"])[0]]
+    return jnp.mean(sum(outputs) if side_by_side else outputs[-1])
+
+  return loss, params
+
+
+def test_numbered_stacks_in_a_row_are_one_series_of_layers():
+  loss, params = numbered_stacks(side_by_side=False)
+  plan = optax_boost.layer_groups(loss, params, jnp.ones((2, 8)))
+  assert [set(group) for group in plan.groups] == [
+    {LayerSlice(f"stage_{stage}/scan/{name}", 0, i, i + 1) for name in STACK}
+    for stage, length in enumerate((3, 4))
+    for i in range(length)
+  ]
+  assert 'blocks: "stage_*[*]" (7 stacked layers)' in str(plan)
+  assert optax_boost.layer_groups(loss, params, jnp.ones((2, 8)), blocks="stage_*[*]") == plan
+
+
+def test_numbered_stacks_side_by_side_are_asked_about():
+  loss, params = numbered_stacks(side_by_side=True)
+  assert answers(loss, params, jnp.ones((2, 8)))[0] == ("stage_0[*]", "stage_1[*]")
 
 
 @pytest.mark.parametrize("times", [1, 2])

@@ -176,6 +176,10 @@ def test_a_stage_is_a_block_and_more_groups_than_stages_are_cut_between_layers()
   assert groups(staged(), blocks="stage*/*")[:2] == [first, second]
   assert groups(staged(), num_groups=8)[:2] == [first[:1], first[1:]]
   assert groups(staged((2, 4)), num_groups=2)[0] == first + second
+  # The line is right of a stage with one block, too.
+  words = str(optax_boost.layer_groups(staged_loss, staged((1, 3)), X))
+  assert 'for 4 finer ones pass blocks="stage*/*"' in words
+  assert len(groups(staged((1, 3)), blocks="stage*/*")) == 4
   with pytest.raises(ValueError, match=r"5 groups of 4 blocks .* Pass num_groups=4 or fewer"):
     groups(staged(), num_groups=5, blocks="stage*/*")
 
@@ -409,7 +413,7 @@ def parallel(params, x):
 def test_numbered_modules_side_by_side_are_not_a_series():
   params = {f"cell_{i}": {"up": KERNEL, "down": KERNEL} for i in range(2)}
   words = (
-    r'told the blocks of this model: .* Pass blocks=\("cell_0", "cell_1"\) for these modules, side'
+    r'told the blocks of this model: .* Pass blocks=\("cell_0", "cell_1"\) if they are side by'
   )
   with pytest.raises(ValueError, match=words):
     optax_boost.layer_groups(parallel, params, X)
@@ -434,7 +438,7 @@ def unnumbered(nested):
 
 def test_modules_without_numbers_are_asked_about():
   loss, params = unnumbered(nested=True)
-  words = r'Pass blocks="first\|second" for these modules, one after the other; or blocks="embed\|'
+  words = r'Pass blocks="first\|second" for each of these, one after the other; or blocks="embed\|'
   for num_groups in (None, 6):
     with pytest.raises(ValueError, match=words):
       optax_boost.layer_groups(loss, params, X, num_groups=num_groups)
@@ -530,7 +534,7 @@ def test_any_pattern_for_leaves_of_one_scan_selects_its_steps(blocks):
     ("layer/*", ValueError, r"'layer/\*', which selects nothing .* as one of 'layers', 'head'"),
     ("layers/*|", ValueError, r"has '', which selects nothing that the loss uses"),
     (("layers/0", "layers/*"), ValueError, r"'layers/0' and 'layers/\*' for 'layers/0/(up|down)'"),
-    ("layers/0|layers/*/up", ValueError, r"leaf once; .* selects 'layers/0/up' twice"),
+    ("layers/0|layers/*/up", ValueError, r"'layers/0' and 'layers/\*/up' for 'layers/0/up'"),
   ],
 )
 def test_patterns_that_select_nothing_or_a_leaf_twice_are_refused(blocks, error, words):

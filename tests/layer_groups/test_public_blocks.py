@@ -500,8 +500,9 @@ def test_the_directions_of_a_bilstm_are_not_a_chain_and_are_asked_about():
   # Nothing is cut between the directions, so a number of groups is an answer, too.
   assert groups_of(loss, params, *args, num_groups=3) == plan
   loss, params, *args = recurrent("both ways, twice")
-  asked(r"must be told the blocks", loss, params, *args)
-  plan = groups_of(loss, params, *args, blocks=["*LSTMCell_[02]", "*LSTMCell_[13]"])
+  answers = asked(r"must be told the blocks", loss, params, *args)
+  plan = groups_of(loss, params, *args, blocks=pasted(answers[0]))
+  assert groups_of(loss, params, *args, blocks=["*LSTMCell_[02]", "*LSTMCell_[13]"]) == plan
   pairs = (f"OptimizedLSTMCell_{i} OptimizedLSTMCell_{i + 1}" for i in (0, 2))
   holds(plan, params, "Embed_0", *pairs, "Dense_0")
 
