@@ -74,6 +74,16 @@ class AxisMap(NamedTuple):
     """Returns the axes along which the value holds one entry, or entries joined from several."""
     return frozenset(pick.axis for pick in self.picks)
 
+  def axis_of_layers(self, shape: Sequence[int]) -> int | None:
+    """Returns which axis of a leaf of this shape a scan over the first dimension slices, or None.
+
+    The axis may be split in two, of which an outer scan has sliced the outer part.
+    """
+    ((axis, _), *others) = self.dims[0]
+    is_whole = not self.picks and is_axis(self.dims[0], shape)
+    is_rest = self.picks == {Pick(axis)} and axis not in self.axes(range(1, len(self.dims)))
+    return axis if not others and (is_whole or is_rest) else None
+
   def is_part_of(self, other: "AxisMap") -> bool:
     """Returns whether this map tells only a part of what `other` tells of the same leaf.
 

@@ -300,18 +300,20 @@ class LeafWalk(_jaxpr.Interpreter[Value]):
     if not sliced or carry.stop == carry.start or not equation.params["length"]:
       return
     outer = {leaf for scan in self.scans for leaf in scan.axis_of}
-    axes = {
-      m.leaf: m.dims[0][0].axis
-      for value in sliced
-      for m in value.axis_maps
-      if not m.sliced and m.leaf not in outer and _axis_map.is_axis(m.dims[0], self.shapes[m.leaf])
-    }
-    if axes:
-      constants = (m for value in inputs[: carry.start] for m in value.axis_maps)
-      shared = frozenset(m.leaf for m in constants if not m.sliced)
-      length, reverse = equation.params["length"], equation.params["reverse"]
-      scan = _layer_scans.LayerScan(tuple(sorted(axes.items())), shared, length, reverse)
-      self.scans.append(scan)
+    axes: dict[int, dict[int, int]] = {}  # of the leaves with each number of layers
+    for axis_map in (m for value in sliced for m in value.axis_maps if m.leaf not in outer):
+      shape = self.shapes[axis_map.leaf]
+      axis = axis_map.axis_of_layers(shape)
+      if axis is not None:
+        axes.setdefault(shape[axis], {})[axis_map.leaf] = axis
+    constants = (m for value in inputs[: carry.start] for m in value.axis_maps)
+    shared = frozenset(m.leaf for m in constants if not m.sliced)
+    self.scans += [
+      _layer_scans.LayerScan(
+        tuple(sorted(some.items())), shared, length, equation.params["reverse"]
+      )
+      for length, some in axes.items()
+    ]
 
   def _note_meeting(self, inputs: list[Value]) -> int:
     """Notes which leaves meet data in an equation; returns the leaves that now have met data."""

@@ -330,6 +330,13 @@ def scanned(numbers, index=lambda i: i, **options):
   return run
 
 
+def in_segments(stack, h):
+  """A scan of scans over a leaf's layers, as levanter nests them to rematerialize segments."""
+  inner = lambda h, p: (layer(h, p), None)  # noqa: E731
+  outer = jax.checkpoint(lambda h, ps: jax.lax.scan(inner, h, ps))
+  return jax.lax.scan(outer, h, jax.tree.map(lambda x: x.reshape(2, 2, *x.shape[1:]), stack))[0]
+
+
 def counted(stack, h):
   def body(carry, _):
     h, i = carry
@@ -349,6 +356,7 @@ def unstacked(leaf, i):
 UP, DOWN = range(LAYERS), range(LAYERS)[::-1]
 INDEXED = {
   "slices": (lambda stack, h: jax.lax.scan(lambda h, p: (layer(h, p), None), h, stack)[0], UP),
+  "segments": (in_segments, UP),
   "scan of arange": (scanned(jnp.arange(LAYERS)), UP),
   "scan of numpy": (scanned(np.arange(LAYERS)), UP),
   "scan backwards": (scanned(jnp.arange(LAYERS), reverse=True), DOWN),
@@ -402,7 +410,7 @@ def test_layers_that_the_program_indexes_are_blocks_as_those_of_a_scan(form):
   assert optax_boost.layer_groups(loss, params, X, blocks="blocks[*]") == plan
 
 
-@pytest.mark.parametrize("form", ["python", "fori_loop"])
+@pytest.mark.parametrize("form", ["python", "fori_loop", "segments"])
 def test_groups_of_indexed_layers_freeze_and_decay_as_those_of_a_scan(form):
   states = []
   for run in (INDEXED["slices"][0], INDEXED[form][0]):
