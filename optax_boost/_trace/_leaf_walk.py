@@ -398,8 +398,8 @@ class LeafWalk(_jaxpr.Interpreter[Value]):
         elif use.kind == UseKind.CONTRACTED and product is not None:
           other = inputs[1 - operand]
           # The value holds slices of a leaf that data has looked up. They are kernels of experts
-          # if the other operand is data without axis maps. Otherwise, they may be embeddings.
-          if value.data and (not other.data or other.axis_maps):
+          # if the other operand is data, too. Otherwise, they are embeddings.
+          if value.data and not other.data:
             continue
           self._note_product(product, operand, inputs)
           if value.data:

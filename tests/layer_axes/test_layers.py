@@ -143,6 +143,43 @@ def test_experts_that_each_token_looks_up():
   assert found["bias"][0] == ()
 
 
+def test_experts_that_each_token_of_an_embedding_looks_up():
+  """Rows of tokens and kernels of experts are both looked up, but only kernels have outputs."""
+  params = {"embed": jnp.ones((9, 8)), "up": jnp.ones((3, 8, 6)), "down": jnp.ones((3, 6, 8))}
+
+  def loss_fn(p, tokens):
+    x, expert = p["embed"][tokens], tokens % 3
+    hidden = jnp.tanh(jnp.einsum("btd,btdf->btf", x, p["up"][expert]))
+    return jnp.sum(jnp.einsum("btf,btfd->btd", hidden, p["down"][expert]))
+
+  experts = ((1,), (0,))
+  assert axes(loss_fn, params, TOKENS) == {"embed": ((), ()), "up": experts, "down": experts}
+
+
+def test_a_router_is_one_kernel_although_experts_lie_along_its_outputs():
+  """Of the Switch transformer: one-hot matrices dispatch tokens to the slots of experts."""
+  params = {"router": {"kernel": jnp.ones((8, 3)), "bias": jnp.ones(3)}}
+  params |= {"up": jnp.ones((3, 8, 6)), "down": jnp.ones((3, 6, 8))}
+
+  def loss_fn(p, x):
+    chosen = jax.nn.softmax(x @ p["router"]["kernel"] + p["router"]["bias"])
+    mask = jax.nn.one_hot(jnp.argmax(chosen, -1), 3)
+    slot = jax.nn.one_hot((jnp.cumsum(mask, 0) * mask).sum(-1).astype(int) - 1, 2)
+    dispatch = mask[..., None] * slot[:, None]
+    combine = dispatch * (chosen * mask).sum(-1)[:, None, None]
+    hidden = jnp.tanh(jnp.einsum("ecd,edf->ecf", jnp.einsum("td,tec->ecd", x, dispatch), p["up"]))
+    y = jnp.einsum("ecf,efd->ecd", hidden, p["down"])
+    return jnp.sum(jnp.einsum("ecd,tec->td", y, combine)) + jnp.sum(mask.mean(0) * chosen.mean(0))
+
+  experts = ((1,), (0,))
+  assert axes(loss_fn, params, X) == {
+    "router/kernel": ((0,), ()),
+    "router/bias": ((), ()),
+    "up": experts,
+    "down": experts,
+  }
+
+
 class SideBySide(nnx.Module):
   """Layers made and run by ``nnx.vmap``."""
 
