@@ -168,6 +168,20 @@ def identity(leaf: int, shape: Sequence[int]) -> AxisMap:
   return AxisMap(leaf, tuple((SubAxis(axis, size),) for axis, size in enumerate(shape)))
 
 
+def without_mixed(maps: Sequence[AxisMap]) -> list[AxisMap]:
+  """Returns the maps of values that an equation combines entry by entry.
+
+  If it combines two entries of a leaf, as the real and the imaginary part of a kernel, the picks of
+  these entries are dropped: the leaf holds no layers along their axis.
+  """
+  entries: dict[tuple[int, tuple[Dimension, ...], frozenset[int]], list[frozenset[Pick]]] = {}
+  for m in maps:
+    entries.setdefault((m.leaf, m.dims, m.sliced), []).append(m.picks)
+  return [
+    m._replace(picks=frozenset.intersection(*entries[m.leaf, m.dims, m.sliced])) for m in maps
+  ]
+
+
 def no_axis(size: int) -> Dimension:
   """Returns a dimension of this size along which no axis runs."""
   return (SubAxis(NO_AXIS, size),)

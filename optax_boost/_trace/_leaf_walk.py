@@ -494,4 +494,5 @@ def _result_axis_maps(
         moved = moved.with_indices(axis_map, indices)
       if moved is not None:
         found.append(moved)
-  return _unique(found)
+  is_mixed = _primitives.rule_of(equation).is_pointwise and equation.primitive.name != "select_n"
+  return _unique(_axis_map.without_mixed(found) if is_mixed and len(found) > 1 else found)

@@ -227,6 +227,21 @@ def test_kernels_of_which_one_use_takes_all_or_the_program_takes_a_few_are_one_l
   assert axes(loss_fn, params, ROWS) == dict.fromkeys(params, ((1,), ()))
 
 
+@pytest.mark.parametrize(
+  "join", [jax.lax.complex, lambda re, im: re + 1j * im], ids=["complex", "sum"]
+)
+def test_the_parts_of_a_complex_kernel_are_one_layer(join):
+  """The state spaces of S5 and the spectral layers of FNO have them along the last axis."""
+  params = {"many": shape(LAYERS, WIDTH, WIDTH, 2), "one": shape(WIDTH, OUT, 2)}
+
+  def loss_fn(p, x):
+    kernel = lambda w: join(w[..., 0], w[..., 1])  # noqa: E731
+    layer = lambda h, w: (jnp.tanh((h @ kernel(w)).real), None)  # noqa: E731
+    return jnp.sum((jax.lax.scan(layer, x, p["many"])[0] @ kernel(p["one"])).real)
+
+  assert axes(loss_fn, params, ROWS) == {"one": ((0,), ()), "many": ((1,), (0,))}
+
+
 def test_the_axes_of_the_kernels_of_gpt_2_and_wav2vec2_by_their_shapes():
   """Flax models of transformers: a transposed kernel, and a convolution with normalized weights."""
   params = {
