@@ -214,7 +214,6 @@ def in_host_memory(inner: optax.GradientTransformation) -> optax.GradientTransfo
     updates, state = inner.update(updates, state, params, **extra)
     return updates, move(state, jax.memory.Space.Host)
 
-  update.wraps = inner
   return optax.GradientTransformationExtraArgs(init, update)
 
 
