@@ -138,8 +138,8 @@ def _sentences(results: Results) -> list[str]:
     f" of the memory of all layers, to a loss {_difference(half, every)};"
     f" with layer-wise decay to one\n{_difference(decay, every)}.",
     f"A large batch in {name} takes {parts / whole:.2f} of the memory, for the same step.",
-    "One seed of a short training says little, and longer ones gain less:"
-    "\nbenchmarks/results/levels_evidence.md has three seeds of each of several.",
+    "One seed of a short training says little:"
+    "\nbenchmarks/results/long_levels_evidence.md has three seeds of longer ones.",
   ]
 
 

@@ -1,4 +1,4 @@
-"""Trains a small transformer faster, fine-tunes it, and takes a large batch in less memory.
+"""Trains a small transformer at a level, fine-tunes it, and takes a large batch in less memory.
 
 `python examples/demo.py` compares what optax_boost does with plain training, on plays of
 Shakespeare: a level of `auto_boost`, frozen layers, layer-wise decay, accumulated gradients. It

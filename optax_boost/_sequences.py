@@ -5,9 +5,10 @@ r"""Sequence length warm-up: training sequences that begin short and grow to ful
   B                    the number of sequences in a batch
 
 A step at length l trains on the same tokens as a step at full length: each of the B sequences is
-cut into L / l *windows*, which makes a batch of B L / l sequences. This saves time, since attention
-costs less in short windows, and a model learns first from the nearest tokens. Other names are
-context window scheduling, and curriculum of sequence lengths.
+cut into L / l *windows*, which makes a batch of B L / l sequences. Attention costs less in short
+windows, which saves time where attention is a large part of a step on the device, and a model
+learns first from the nearest tokens. Other names are context window scheduling, and curriculum of
+sequence lengths.
 
 Sources: Li, Zhang & He, "The Stability-Efficiency Dilemma", arXiv:2108.06084 (DeepSpeed; it
 truncates sequences); Zhu et al., "SkyLadder", arXiv:2503.15450 (it masks attention).

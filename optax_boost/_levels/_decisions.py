@@ -47,7 +47,7 @@ def decide_level(
   if sequence_length is None:
     on = _for_images(level, total_steps)
     why = dict.fromkeys(on, f"in level {level}")
-    why[FREEZE] += ", where most kernels convolve; else it gains nothing"
+    why[FREEZE] += ", where most kernels convolve"
   else:
     on = _for_tokens(total_steps, sequence_length)
     why = dict.fromkeys(on, f"in level {level}")
