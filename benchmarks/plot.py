@@ -4,8 +4,9 @@ from collections.abc import Mapping, Sequence
 import io
 import math
 import pathlib
-from typing import Any
+from typing import Any, Literal
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 from matplotlib.ticker import LogLocator
@@ -13,8 +14,24 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 FIGURES = pathlib.Path(__file__).resolve().parent.parent / "docs" / "figures"
-OURS, OTHERS = "#0072B2", "#9A9A9A"
+# Okabe and Ito's, which the colour-blind can tell apart, as in the pictures of races; and a grey.
+BLUE, ORANGE, GREEN, PINK, YELLOW, SKY = COLOURS = (
+  "#0072B2",
+  "#D55E00",
+  "#009E73",
+  "#CC79A7",
+  "#E69F00",
+  "#56B4E9",
+)
+OURS, OTHERS = BLUE, "#9A9A9A"
 _COMPILE = "trace and compile, s"
+
+
+def clean(axes: Axes, grid: Literal["both", "x", "y"] = "both") -> None:
+  """Gives a panel the style of all pictures: a light grid behind the curves, and no box."""
+  axes.grid(axis=grid, color="#E5E5E5")
+  axes.set_axisbelow(True)
+  axes.spines[["top", "right"]].set_visible(False)
 
 
 def growth(comparisons: Sequence[Mapping[str, Any]]) -> Figure:
@@ -44,14 +61,13 @@ def growth(comparisons: Sequence[Mapping[str, Any]]) -> Figure:
     for name, points in lines.items():
       at, values = zip(*points, strict=True)
       low, median, high = zip(*values, strict=True)
-      colour = colours.setdefault(name, f"C{len(colours)}")
+      colour = colours.setdefault(name, COLOURS[sum(c != OTHERS for c in colours.values())])
       axes.fill_between(at, low, high, color=colour, alpha=0.15, linewidth=0)
       axes.plot(at, median, marker="o", color=colour, label=name)
     axes.set(xscale="log", yscale="log", xlabel=axis, xticks=[c["at"] for c in along[axis]])
     axes.xaxis.set_major_formatter(_short)
     axes.minorticks_off()
-    axes.grid(color="#E5E5E5")
-    axes.spines[["top", "right"]].set_visible(False)
+    clean(axes)
     title = what
     if what != _COMPILE:
       axes.axhline(1, color=colours.setdefault(reference, OTHERS), label=reference)

@@ -194,8 +194,7 @@ def centralization_picture(results: Mapping[str, RaceResult]) -> Figure:
     axes.xaxis.set_major_formatter("{x:g}")
     axes.minorticks_off()
     axes.set_title(heading.partition(": ")[2], loc="left", fontsize=11)
-    axes.grid(color="#E5E5E5")
-    axes.spines[["top", "right"]].set_visible(False)
+    plot.clean(axes)
   panels[0].set_ylabel("test accuracy, %")
   panels[0].legend(frameon=False, loc="lower center")
   return figure
@@ -284,7 +283,7 @@ def accumulation_picture(results: Mapping[str, RaceResult]) -> Figure:
   axes = figure.subplots()
   styles = {
     "batches of 64": (plot.OTHERS, "-", 2),
-    "batches of 256": ("#E69F00", "-", 6),
+    "batches of 256": (plot.YELLOW, "-", 6),
     "4 x 64, accumulated": (plot.OURS, "--", 2),
   }
   for size, result in zip((256, 64), results.values(), strict=True):
@@ -300,9 +299,8 @@ def accumulation_picture(results: Mapping[str, RaceResult]) -> Figure:
         label=name,
         zorder=3 - width / 9,
       )
-  axes.set(xlabel="images seen", ylabel="test accuracy, %", axisbelow=True)
-  axes.grid(color="#E5E5E5")
-  axes.spines[["top", "right"]].set_visible(False)
+  axes.set(xlabel="images seen", ylabel="test accuracy, %")
+  plot.clean(axes)
   axes.legend(frameon=False, loc="lower right")
   return figure
 

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 import math
 import pathlib
+from typing import Literal
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -12,9 +13,8 @@ from benchmarks import _harness, plot
 
 PAGES = pathlib.Path(__file__).parent / "pages"
 RESULTS = pathlib.Path(__file__).parent.parent.parent / "benchmarks" / "results"
-# Okabe and Ito's, and two greys.
-BLUE, ORANGE, GREEN, PINK = "#0072B2", "#D55E00", "#009E73", "#CC79A7"
-SKY, YELLOW, GREY, LIGHT = "#56B4E9", "#E69F00", "#5A5A5A", "#9A9A9A"
+BLUE, ORANGE, GREEN, PINK, YELLOW, SKY = plot.COLOURS
+GREY, LIGHT = "#5A5A5A", plot.OTHERS
 
 
 def spread(values: Sequence[float], form: str = "{:.2f}") -> str:
@@ -31,7 +31,10 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def panels(
-  titles: Sequence[str], width: float = 4.0, height: float = 3.8, grid: str = "y"
+  titles: Sequence[str],
+  width: float = 4.0,
+  height: float = 3.8,
+  grid: Literal["both", "x", "y"] = "y",
 ) -> tuple[Figure, list]:
   """A figure with a panel for each title, at most two side by side, with a grid along one axis."""
   columns = min(2, len(titles))
@@ -43,9 +46,7 @@ def panels(
   places = places[: len(titles)]
   for axes, title in zip(places, titles, strict=True):
     axes.set_title(title, loc="left", fontsize=10)
-    axes.grid(axis=grid, color="#E5E5E5")
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
+    plot.clean(axes, grid)
   return figure, places
 
 

@@ -15,6 +15,7 @@ import numpy as np
 import optax
 import pytest
 
+from benchmarks import plot
 import optax_boost
 from tests.evidence import common, report, runs
 
@@ -221,9 +222,10 @@ def picture(found):
       style = {"color": COLOURS[method], "linestyle": "--" if method in FREE else "-"}
       report.curve(axes, steps, tuned.values("curve"), method, **style)
     lowest = min(np.mean(at(t, 1 / 4)) for method, t in outcome.items() if method != LAPERM)
-    axes.set(xlim=(0, steps[-1]), ylim=(lowest - 3, None), title=name)
+    axes.set(xlim=(0, steps[-1]), ylim=(lowest - 3, None))
     axes.set(xlabel="steps", ylabel="test accuracy, %")
-    axes.grid(color="#E5E5E5")
+    axes.set_title(name, loc="left", fontsize=10)
+    plot.clean(axes)
   report.legend_below(figure, 4)
   return figure
 

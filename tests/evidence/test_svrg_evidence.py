@@ -199,6 +199,21 @@ def train(method, seed):
   return dict(zip(COLUMNS, values, strict=True))
 
 
+def picture():
+  """The gaps along the run, by problem; float64 and float32 of a method in one colour."""
+  figure, panels = report.panels(list(PROBLEMS), 4.5, 3.5)
+  for axes, name in zip(panels, PROBLEMS, strict=True):
+    for (data, method, dtype), curve in gaps().items():
+      if data == name:
+        share = np.linspace(0, 1, len(curve) + 1)[1:]
+        style = {"color": report.BLUE if method == "SVRG" else report.LIGHT}
+        style["linestyle"] = "-" if dtype == "float64" else "--"
+        axes.semilogy(share, np.maximum(curve, 1e-16), label=f"{method}, {dtype}", **style)
+    axes.set(xlabel="share of the run (equal work)", ylabel="gap to the optimum")
+  report.legend_below(figure, 2)
+  return figure
+
+
 def test_networks_train_with_every_method():
   tuned = runs.tune(train, {method: [method] for method in METHODS}, SEEDS)
   dtypes = ("float64", "float32")
@@ -214,14 +229,6 @@ def test_networks_train_with_every_method():
     for name, (rate, steps) in PROBLEMS.items()
   ]
   rows = [[m, *(found.spread(key, "{:.3g}") for key in COLUMNS)] for m, found in tuned.items()]
-  figure, panels = report.panels(list(PROBLEMS), 4.5, 3.5)
-  for axes, name in zip(panels, PROBLEMS, strict=True):
-    for (data, method, dtype), curve in gaps().items():
-      if data == name:
-        share = np.linspace(0, 1, len(curve) + 1)[1:]
-        axes.semilogy(share, np.maximum(curve, 1e-16), label=f"{method}, {dtype}")
-    axes.set(xlabel="share of the run (equal work)", ylabel="gap to the optimum")
-    axes.legend(fontsize=9)
   page = report.words(
     "svrg",
     convex=report.table(header, lines),
@@ -229,6 +236,6 @@ def test_networks_train_with_every_method():
     **{"decay": DECAY, "batch": BATCH, "images": TRAIN, "epochs": EPOCHS, "rate": RATE},
     seeds=len(SEEDS),
   )
-  report.write("svrg", *page, figure, in_card=False)
+  report.write("svrg", *page, picture(), in_card=False)
   for method, outcome in tuned.items():
     assert min(outcome.values("test accuracy, %")) > 90, method
