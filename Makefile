@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 WORKERS ?= 2
 
-.PHONY: demo demo-large-batch demo-auto demo-finetune devices test test-optimized test-cpus orders xla test-oldest house lint type pins bench evidence docs browser dist release-check clean
+.PHONY: demo demo-large-batch demo-auto demo-finetune devices test test-optimized test-cpus orders xla test-oldest house lint type pins bench evidence docs notebooks browser dist release-check clean
 
 # Two minutes on two cores.
 demo: $(READY)
@@ -120,6 +120,11 @@ devices: .venv-devices/.ready
 	.venv-devices/bin/python -m pip install --quiet --upgrade pip
 	.venv-devices/bin/python -m pip install --quiet -e ".[devices]"
 	touch $@
+
+# The outputs that the notebooks store; of all, or of some: make notebooks NOTEBOOKS="race".
+NOTEBOOKS ?=
+notebooks: $(READY)
+	$(BIN)/python docs/run_notebooks.py $(NOTEBOOKS)
 
 docs: $(READY)
 	$(BIN)/python -m pip install --quiet -e ".[docs]"

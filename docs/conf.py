@@ -52,7 +52,7 @@ html_show_sourcelink = False
 exclude_patterns = ["build", "reference/README.md"]  # the latter is for readers of the repository
 myst_enable_extensions = ["colon_fence"]  # tabs around blocks of code
 myst_heading_anchors = 3
-# `make docs` executes the notebooks, which other builds show without outputs.
+# `make docs` executes the notebooks; other builds show the outputs that they store.
 nb_execution_mode = "force" if "READTHEDOCS" in os.environ else "off"
 nb_execution_raise_on_error = True
 nb_execution_timeout = 900

@@ -222,10 +222,28 @@ def test_the_pages_build_without_a_warning(tmp_path):
 
 
 @pytest.mark.parametrize("path", sorted((DOCS / "notebooks").glob("*.ipynb")), ids=lambda p: p.stem)
-def test_a_notebook_has_no_outputs_and_names_public_functions_only(path):
+def test_a_notebook_has_the_outputs_of_its_code_and_nothing_of_the_machine(path):
+  pytest.importorskip("nbclient")
+  notebook = json.loads(path.read_text(encoding="utf-8"))
+  codes = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+  renew = f"run `make notebooks NOTEBOOKS={path.stem}`"
+  code_hash = runpy.run_path(str(DOCS / "run_notebooks.py"))["code_hash"]
+  assert notebook["metadata"].get("outputs_of") == code_hash(notebook), renew
+  assert [cell["execution_count"] for cell in codes] == list(range(1, len(codes) + 1)), renew
+  assert all(cell["outputs"] for cell in codes if "print(" in "".join(cell["source"])), renew
+  outputs = [output for cell in codes for output in cell["outputs"]]
+  assert not [o for o in outputs if o["output_type"] == "error" or o.get("name") == "stderr"], renew
+  pictures = [o["data"].pop("image/png") for o in outputs if "image/png" in o.get("data", {})]
+  assert pictures
+  assert path.stat().st_size < 100_000
+  assert not re.search(r"(?<![\w.])/\w+/|site-packages|0x[0-9a-f]{6}|\d ms\b", json.dumps(outputs))
+  assert not any(cell["metadata"].get("execution") for cell in codes)
+
+
+@pytest.mark.parametrize("path", sorted((DOCS / "notebooks").glob("*.ipynb")), ids=lambda p: p.stem)
+def test_a_notebook_names_public_functions_only(path):
   cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
   codes = [cell for cell in cells if cell["cell_type"] == "code"]
-  assert not any(cell["outputs"] or cell["execution_count"] for cell in codes)
   code = "\n".join("".join(cell["source"]) for cell in codes)
   assert "# %pip install " in "".join(codes[0]["source"])
   nodes = list(ast.walk(ast.parse(code.replace("%matplotlib inline", ""))))
