@@ -17,7 +17,6 @@ truncates sequences); Zhu et al., "SkyLadder", arXiv:2503.15450 (it masks attent
 from collections.abc import Mapping, Sequence
 import dataclasses
 import math
-import re
 from typing import Any, Literal, TypeAlias
 
 import jax
@@ -246,13 +245,12 @@ def cut_sequences(
       Cut stacked micro-batches with ``jax.vmap``.
     length: the length of the windows in tokens, a divisor of L; static. L leaves the batch as is.
     full_length: L, the sequence length in tokens; static.
-    axes: how to cut leaves: a dict from regular expressions, which match whole segments of the
-      leaves' paths, to one of these values. A number is the axis of L or L + 1 entries. Two numbers
-      are the axes of a mask of pairs of tokens; pairs within a window are kept. ``"positions"``
-      cuts positions along axis 1 and lets them begin at 0 in each window. ``"repeat"`` gives a
-      sequence's value to all of its windows, which is right for an id, but seldom for a label, and
-      never for a length: pass a mask of tokens instead. ``"keep"`` is for an array without
-      sequences.
+    axes: how to cut leaves: a dict from patterns (see :func:`path_mask`) to one of these values. A
+      number is the axis of L or L + 1 entries. Two numbers are the axes of a mask of pairs of
+      tokens; pairs within a window are kept. ``"positions"`` cuts positions along axis 1 and lets
+      them begin at 0 in each window. ``"repeat"`` gives a sequence's value to all of its windows,
+      which is right for an id, but seldom for a label, and never for a length: pass a mask of
+      tokens instead. ``"keep"`` is for an array without sequences.
 
   Returns:
     The batch, with B L / `length` sequences. Scalars and leaves that aren't arrays are unchanged.
@@ -320,7 +318,7 @@ def match_axes(axes: Mapping[str, LeafAxes] | None, paths: list[str]) -> list[Le
   """Checks `axes`; returns for each path the value of the pattern that matches it, or None."""
   if axes is None:
     return [None] * len(paths)
-  _checks.check_type("axes", axes, Mapping, "a dict from regular expressions to axes")
+  _checks.check_type("axes", axes, Mapping, "a dict from patterns to axes")
   for pattern, how in axes.items():
     pair = isinstance(how, tuple) and len(how) == 2 and all(map(_checks.is_integer, how))
     if not (_checks.is_integer(how) or pair or (isinstance(how, str) and how in _WORDS)):
@@ -451,14 +449,11 @@ def _leaf_name(path: str) -> str:
 
 
 def leaf_pattern(path: str, paths: list[str]) -> str:
-  """Returns a regular expression that matches the leaf at `path`, and no other leaf.
+  """Returns a pattern of the leaf at `path`, as a key for `axes` of :func:`cut_sequences`.
 
-  The expression is a key for the argument `axes` of :func:`cut_sequences`. `paths` are the paths of
-  all leaves.
+  `paths` are the paths of all leaves.
   """
-  pattern = re.sub(r"([^\w/ -])", r"\\\1", path) or ".*"
-  search = _patterns.compile_pattern("axes", pattern).search
-  return pattern if sum(map(bool, map(search, paths))) == 1 else f"^{pattern}$"
+  return _patterns.anchor(_patterns.escape(path), paths)
 
 
 def _proposal(shape: tuple[int, ...], long_axes: list[int], counts: set[int]) -> LeafAxes:

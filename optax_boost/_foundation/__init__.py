@@ -15,7 +15,7 @@ The modules, each of which imports those before it:
   _mesh_axes        names of mesh axes, and the mesh axes along which an array varies
   _conditionals     computations that run if a condition holds, in place where XLA can
   _masks            leaves that ``optax.masked`` or ``optax.partition`` hides
-  _patterns         regular expressions that match paths of leaves
+  _patterns         patterns (globs) of the paths of leaves
   _selectors        arguments that select leaves: patterns, trees of bools, functions
   _path_mask        ``path_mask``: a mask that selects leaves by their path
   _trees            maps over trees, nodes of trees, functions that run once per tree

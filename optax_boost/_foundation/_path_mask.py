@@ -11,9 +11,17 @@ def path_mask(*patterns: str) -> Callable[[_types.Params], _types.Tree]:
   """Makes a mask for ``optax.masked`` that selects leaves by their paths.
 
   Args:
-    *patterns: regular expressions that match whole segments of the leaves' paths (keys joined by
-      ``/``; a dot in a key separates segments, too): ``"blocks/1"`` selects ``blocks/1/kernel`` but
-      not ``blocks/10/kernel``; ``"blocks/1.*"`` selects both.
+    *patterns: what to select, with the rules of a ``.gitignore`` file. A leaf's path is the names
+      of its keys with slashes between them. A dot separates names, too, in paths and patterns.
+
+      - ``bias`` selects each leaf of this name, and all leaves below each module of this name, at
+        any depth; not ``bias_2``.
+      - In one name, ``*`` matches any characters (``*norm*``), ``?`` matches one, ``[0-3]`` one of
+        these, and ``[!0-3]`` any other one.
+      - A pattern with a slash begins at the root: ``blocks/1`` selects ``blocks/1/kernel``, but not
+        ``blocks/10/kernel``; ``/bias`` selects ``bias`` at the root alone.
+      - ``**`` matches any number of names: ``**/attn/kernel``, ``blocks/**/bias``.
+      - A bar is between patterns of which one must match: ``head|*norm*``.
 
   Returns:
     A function from params to a tree of bools, True for the leaves whose path a pattern matches.
@@ -21,16 +29,15 @@ def path_mask(*patterns: str) -> Callable[[_types.Params], _types.Tree]:
 
   Raises:
     TypeError: a pattern is not a string.
-    ValueError: a pattern is not a regular expression.
+    ValueError: a pattern is a regular expression (``kernel$``, ``.*bias``, ``(a|b)/w``), has no
+      name, or has a bracket that is not closed.
 
   Examples:
     >>> import jax.numpy as jnp, optax, optax_boost
     >>> params = {"conv": {"kernel": jnp.ones((3, 3, 1, 8)), "bias": jnp.ones(8)}}
-    >>> optax_boost.path_mask("kernel$")(params)
+    >>> optax_boost.path_mask("kernel")(params)
     {'conv': {'bias': False, 'kernel': True}}
-    >>> decay = optax.masked(
-    ...   optax.add_decayed_weights(1e-4), optax_boost.path_mask("kernel$")
-    ... )
+    >>> decay = optax.masked(optax.add_decayed_weights(1e-4), optax_boost.path_mask("kernel"))
   """
   for pattern in patterns:
     _patterns.compile_pattern("patterns", pattern)

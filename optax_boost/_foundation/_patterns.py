@@ -1,49 +1,83 @@
-"""Regular expressions that match whole segments of the paths of leaves."""
+"""Patterns that select leaves by the names in their paths, as the lines of a .gitignore do."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+import glob
 import re
+from typing import TypeAlias
 
 from optax_boost._foundation import _checks, _masks, _paths, _types, _warnings
 
-# A match begins and ends next to a `/` or a dot, or at an end of the path. In the names of PyTorch
-# and MindSpore, such as `fc1.bias`, dots separate the modules.
-_SEGMENT_BOUNDARY = r"(?:\A|\Z|(?<=[/.])|(?=[/.]))"
-# Python allows flags such as `(?i)` only at the start of an expression.
-_LEADING_FLAGS = re.compile(r"(?:\(\?[aiLmsux]+\))*")
+# Returns the path of the module or leaf that a pattern matches, for a leaf's path; or None.
+Match: TypeAlias = Callable[[str], str | None]
+
+# What regular expressions have, but hardly any name. `h.*.attn` is a pattern of PyTorch's names.
+_REGULAR_EXPRESSION = re.compile(r"[\\^$(]|(?:^|\|)\.\*|[.\]]\+")
+# The parts of a name in a pattern: stars, `?`, a set of characters, or any other character.
+_PART = re.compile(r"\*+|\?|\[(!|(?!!))(\][^\]]*|[^\]]+)\]|.", re.DOTALL)
+_ANY_NAMES = "(?:[^/]*/)*?"  # as few as possible
 
 
-def compile_pattern(argument: str, pattern: str) -> re.Pattern[str]:
-  """Compiles a user's regular expression, so that ``search`` finds only whole segments of a path.
+def compile_pattern(argument: str, pattern: str) -> Match:
+  """Compiles a user's pattern, as the docstring of ``path_mask`` explains patterns.
 
-  For example, `blocks/1` matches in ``blocks/1/kernel``, but not in ``blocks/10/kernel``. Raises
-  TypeError unless `pattern` is a string, and ValueError if it is not a regular expression.
+  The returned function takes the path of a leaf, and returns its beginning that the pattern
+  matches, with slashes for dots: `blocks/*` matches ``blocks/1`` in ``blocks/1/kernel``. Raises
+  TypeError unless `pattern` is a string, and ValueError if it is a regular expression.
   """
-  compiled = _compile_within_segments(argument, pattern)
-  flags = _LEADING_FLAGS.match(pattern)[0]  # type: ignore[index]  # it matches any string
-  # A verbose expression may end with a comment, so a line break precedes the parenthesis.
-  end = "\n)" if compiled.flags & re.VERBOSE else ")"
-  whole = f"{flags}{_SEGMENT_BOUNDARY}(?:{pattern[len(flags) :]}{end}{_SEGMENT_BOUNDARY}"
-  return re.compile(whole)
-
-
-def _compile_within_segments(argument: str, pattern: _types.Unchecked) -> re.Pattern[str]:
-  """Compiles a regular expression as it is: matches may begin and end within a segment."""
   if not isinstance(pattern, str):
     raise TypeError(
-      f"`{argument}` must hold regular expressions, which are strings; got"
-      f" {_checks.shorten(pattern)}."
+      f"`{argument}` must hold patterns, which are strings; got {_checks.shorten(pattern)}."
+    )
+  if _REGULAR_EXPRESSION.search(pattern):
+    raise ValueError(
+      f"`{argument}` has {_checks.shorten(pattern)}, a regular expression, but patterns are globs:"
+      " 'kernel' matches this whole name at any depth, '*bias' each name with this end,"
+      " 'blocks/[0-3]' four modules at the root, '**/attn/kernel' two names at any depth, and"
+      " 'head|*norm*' the one or the other. The docstring of `path_mask` explains them."
     )
   try:
-    return re.compile(pattern)
-  except (re.error, RecursionError, OverflowError) as error:
+    alternatives = "|".join(map(_translate, pattern.split("|")))
+    search = re.compile(rf"(?:{alternatives})(?=/|\Z)").match
+  except (ValueError, re.error) as error:
     raise ValueError(
-      f"`{argument}` has {_checks.shorten(pattern)}, which is not a regular expression: {error}."
-      " Escape special characters with a backslash."
+      f"`{argument}` has {_checks.shorten(pattern)}, which is not a pattern: {error}."
     ) from error
+
+  def match(path: str) -> str | None:
+    found = search(path.replace(".", "/"))
+    return None if found is None else found[0]
+
+  return match
+
+
+def _translate(pattern: str) -> str:
+  """Returns the regular expression of a pattern without bars; raises ValueError for a bad one."""
+  pattern = pattern.replace(".", "/")
+  names = pattern.strip("/").split("/")
+  while len(names) > 1 and names[-1] == "**":
+    names.pop()  # All leaves below a module are selected anyway.
+  if names == [""]:
+    raise ValueError("each part between bars needs a name")
+  begins_anywhere = "/" not in pattern.rstrip("/")
+  modules = (_ANY_NAMES if name == "**" else _translate_name(name) + "/" for name in names[:-1])
+  return (_ANY_NAMES if begins_anywhere else "") + "".join(modules) + _translate_name(names[-1])
+
+
+def _translate_name(name: str) -> str:
+  expression = ""
+  for part in _PART.finditer(name):
+    if part[0] == "[":
+      raise ValueError("a bracket is not closed within a name ('[[]' matches a bracket)")
+    if part[2] is not None:
+      characters = re.sub(r"([\[\]&~])", r"\\\1", part[2])
+      expression += f"(?!/)[{'^' if part[1] else ''}{characters}]"
+    else:
+      expression += {"*": "[^/]*", "?": "[^/]"}.get(part[0][0], re.escape(part[0]))
+  return expression
 
 
 def check_patterns(name: str, value: _types.Unchecked, words: str) -> None:
-  """Raises unless `value` is a list or tuple of at least one regular expression.
+  """Raises unless `value` is a list or tuple of at least one pattern.
 
   `words` describe the required value in the message of the TypeError.
   """
@@ -82,7 +116,7 @@ def assign_groups(
   """Returns for each path the group of the pattern that matches the path, or None.
 
   Raises ValueError if patterns of two groups match a path; the message ends with `advice`. Warns as
-  :func:`first_match` does; the warning ends with the string ``hint(pattern, paths)``.
+  :func:`first_match` does; the warning may have the string ``hint(pattern, paths)``.
   """
   groups: list[int | None] = []
   patterns = [pattern for pattern, _ in group_of_pattern]
@@ -113,35 +147,57 @@ def _matches(
   """Returns for each path the indices of all patterns that match the path.
 
   Warns if a pattern matches neither a path nor a leaf that ``optax.masked`` hides in `tree`. If
-  `required`, raises ValueError instead. The message names `argument`, which holds the patterns. The
-  message ends with ``hint(pattern, paths)``, or with advice if the pattern matches a part of a
-  segment. If there is no hint, the message lists the leaves.
+  `required`, raises ValueError instead. The message names `argument`, which holds the patterns, and
+  lists the leaves. For each pattern it has the string ``hint(pattern, paths)`` or else a hint on
+  the rules of patterns.
   """
   compiled = [compile_pattern(argument, pattern) for pattern in patterns]
-  matches = [[i for i, p in enumerate(compiled) if p.search(path)] for path in paths]
+  matches = [[i for i, match in enumerate(compiled) if match(path) is not None] for path in paths]
   matching = {i for match in matches for i in match}
   unmatched = [i for i in range(len(patterns)) if i not in matching]
   hidden = _masks.masked_paths(tree) if unmatched else []
-  idle = [patterns[i] for i in unmatched if not any(map(compiled[i].search, hidden))]
+  idle = [patterns[i] for i in unmatched if all(compiled[i](path) is None for path in hidden)]
   if idle and paths:
     hints = "".join(
-      _whole_segments_hint(argument, pattern, paths) or (hint(pattern, paths) if hint else "")
-      for pattern in idle
+      (hint(pattern, paths) if hint else "") or _hint(argument, pattern, paths) for pattern in idle
     )
-    message = f"`{argument}` has patterns that match no leaf: {idle}."
-    message += hints or _warnings.list_leaves(paths)
+    leaves = _warnings.list_leaves(paths)
+    message = f"`{argument}` has patterns that match no leaf: {idle}.{hints}{leaves}"
     if required:
       raise ValueError(message)
     _warnings.warn(message, _warnings.NoEffectWarning)
   return matches
 
 
-def _whole_segments_hint(argument: str, pattern: str, paths: Sequence[str]) -> str:
-  """Returns a hint if a pattern matches within a segment of a path, else an empty string."""
-  path = next(filter(_compile_within_segments(argument, pattern).search, paths), None)
-  if path is None:
-    return ""
-  return (
-    f" Patterns match whole segments of a path, and {pattern!r} a part of one in '{path}': add"
-    " '.*' for the rest of the segment."
-  )
+def _hint(argument: str, pattern: str, paths: Sequence[str]) -> str:
+  """Returns a hint if a pattern lacks `**/` or stars around a name; "" if neither would match."""
+  anywhere = re.sub(r"(?:^|(?<=\|))(?:/|(?=[^|]*[/.]))", "**/", pattern)
+  parts_of_names = re.sub(r"[^/.|]+", _widen, pattern)
+  for wider, rule in (
+    (anywhere, "a pattern with a slash or a dot begins at the root"),
+    (parts_of_names, "a pattern matches whole names"),
+  ):
+    match = compile_pattern(argument, wider)
+    path = next((path for path in paths if match(path) is not None), None)
+    if path is not None:
+      return f" Write {wider!r} to match '{_paths.leaf_name(path)}': {rule}."
+  return ""
+
+
+def _widen(name: re.Match[str]) -> str:
+  without_stars = name[0].strip("*")
+  return f"*{without_stars}*" if without_stars else name[0]
+
+
+def escape(path: str) -> str:
+  """Returns a pattern for one module or leaf, which may need :func:`anchor`."""
+  # A question mark stands for each character with a meaning in patterns or in regular expressions.
+  return re.sub(r"[\\^$(|&+]", "?", glob.escape(path)) or "*"
+
+
+def anchor(pattern: str, paths: Iterable[str]) -> str:
+  """Returns the pattern, with a slash before it if without one it matches below the root."""
+  if "/" in pattern or "." in pattern:
+    return pattern
+  match = compile_pattern("pattern", pattern)
+  return f"/{pattern}" if any("/" in (match(path) or "") for path in paths) else pattern

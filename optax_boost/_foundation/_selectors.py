@@ -59,7 +59,7 @@ def _is_function(selector: _types.LeafSelector) -> bool:
 
 def _not_a_selector(argument: str, got: _types.Unchecked) -> TypeError:
   return TypeError(
-    f"`{argument}` must be regular expressions, a tree of bools, a callable that returns one, or"
+    f"`{argument}` must be patterns, a tree of bools, a callable that returns one, or"
     f" None; got {_checks.shorten(got)}. Under `optax.inject_hyperparams` a callable must be"
     " named in `static_args`, or it is taken for a schedule."
   )

@@ -60,9 +60,8 @@ WeightFn: TypeAlias = Callable[[Any], Any]
 # A function that tells whether a node of a tree counts as a leaf.
 LeafTest: TypeAlias = Callable[[Any], bool]
 AxisName: TypeAlias = str | tuple[str, ...]
-# Names of mesh axes for all leaves, or for the leaves that a regular expression matches.
+# Names of mesh axes for all leaves, or for the leaves that a pattern matches.
 AxisNames: TypeAlias = AxisName | Mapping[str, AxisName]
-# A set of leaves: one or several regular expressions that match whole segments of their paths
-# (`_patterns`), a tree of bools, a callable from the params to such a tree (optax's mask
-# convention), or None for no leaf.
+# A set of leaves: one or several patterns (`_patterns`), a tree of bools, a callable from the
+# params to such a tree (optax's mask convention), or None for no leaf.
 LeafSelector: TypeAlias = Any

@@ -249,7 +249,7 @@ class AutoBoost:
         make the loss with ``nnx.split_loss`` or ``linen.split_loss``.
       params: the params.
       *args: the loss's other arguments; for a Flax model, the model state, then a batch.
-      groups: groups from :func:`layer_groups`, or regular expressions. None: groups from a trace.
+      groups: groups from :func:`layer_groups`, or patterns. None: groups from a trace.
       layers: axes from :func:`layer_axes`, as if the trace doesn't tell those of a leaf. None: axes
         from a trace.
 

@@ -17,7 +17,7 @@ from optax_boost._form import _finiteness
 from optax_boost._foundation import _checks, _full_gradient, _paths, _patterns, _types, _warnings
 
 _METHOD = "estimate_batch_stats"
-_PATTERNS = "a regular expression, a sequence of them, at least one, or None"
+_PATTERNS = "a pattern, a sequence of patterns, at least one, or None"
 
 # The arrays of a BatchNorm, by the names in `STATISTICS`.
 Statistics: TypeAlias = Mapping[str, jax.Array]
@@ -130,7 +130,7 @@ def estimate(
     raise ValueError(
       f"`{_METHOD}` needs BatchNorms that the forward pass updates; got only frozen ones, which"
       f" normalize by their running statistics: {_checks.shorten(frozen)}. Call the model in its"
-      " training mode, or name the BatchNorms to estimate: `only='.*'` names all."
+      " training mode, or name the BatchNorms to estimate: `only='*'` names all."
     )
   if unreached := [path for path in missed if path not in frozen]:
     _warnings.warn_no_effect(

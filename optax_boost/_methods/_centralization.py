@@ -59,21 +59,19 @@ def centralize(
   layers and experts are centralized over the wrong axes.
 
   Args:
-    exclude: the leaves to leave alone: regular expressions that match whole segments of a leaf's
-      path (``"conv"`` matches ``"block_1/conv/kernel"``), a tree of bools, a callable from params
-      to such a tree, or None. ``"auto"`` excludes biases, normalizations, embeddings, depthwise
-      convolutions and a :class:`optax_boost.nnx.NormalizedDense`. Of the leaves that `layers`
-      does not describe, it also excludes kernels of one input channel and leaves with at most one
-      axis.
+    exclude: the leaves to leave alone: patterns (see :func:`path_mask`), a tree of bools, a
+      callable from params to such a tree, or None. ``"auto"`` excludes biases, normalizations,
+      embeddings, depthwise convolutions and a :class:`optax_boost.nnx.NormalizedDense`. Of the
+      leaves that `layers` does not describe, it also excludes kernels of one input channel and
+      leaves with at most one axis.
     layout: the output axis of kernels that `layers` does not describe: ``"flax"``, the last axis
       (Dense ``(in, out)``, Conv ``HWIO``); ``"torch"``, the first axis (``(out, in, ...)``).
     layers: which axes of each leaf are layers, fan-in and outputs, as :func:`layer_axes` returns
       it. None: the extra argument `layers` of ``update``, which the train step passes.
     axis_name: inside ``shard_map``, the mesh axes over which a fan-in axis of the params is
       sharded into equal parts; means are taken across these mesh axes. If only some leaves are
-      sharded along their fan-in, pass a dict from regular expressions to mesh axes, as
-      ``{"down": "model"}``; the first expression that matches a leaf's path counts. Not needed
-      under ``jit``.
+      sharded along their fan-in, pass a dict from patterns to mesh axes, as ``{"down": "model"}``;
+      the first pattern that matches a leaf counts. Not needed under ``jit``.
 
   Returns:
     An :class:`optax.GradientTransformationExtraArgs` without state. Updates have the gradients'

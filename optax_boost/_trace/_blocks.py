@@ -6,8 +6,9 @@ leaves that the loss uses before a series are a further block, and so are the le
 """
 
 from collections.abc import Sequence
+from typing import Any
 
-from optax_boost._foundation import _checks, _types
+from optax_boost._foundation import _patterns, _types
 from optax_boost._trace import (
   _candidates,
   _layers,
@@ -72,14 +73,12 @@ def blocks_of_patterns(model: _traced_leaves.Model, patterns: Sequence[str]) -> 
 
 def check_patterns(blocks: _types.Unchecked) -> tuple[str, ...]:
   """Checks the argument `blocks` of `layer_groups`, and returns a tuple of patterns."""
-  patterns = (blocks,) if isinstance(blocks, str) else blocks
-  if not (
-    isinstance(patterns, list | tuple) and patterns and all(isinstance(p, str) for p in patterns)
-  ):
-    raise TypeError(
-      "`blocks` must be a pattern of paths, as 'encoder/layers/*', or a sequence of patterns, one"
-      f" for each series side by side; got {_checks.shorten(blocks)}."
-    )
+  patterns: Any = (blocks,) if isinstance(blocks, str) else blocks
+  words = (
+    "a pattern of paths, as 'encoder/layers/*', or a sequence of patterns, one for each series side"
+    " by side"
+  )
+  _patterns.check_patterns("blocks", patterns, words)
   return tuple(patterns)
 
 

@@ -8,10 +8,10 @@ users selects the same blocks if they pass it.
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 import contextlib
-import glob
 import itertools
 import re
 
+from optax_boost._foundation import _patterns
 from optax_boost._trace import _series, _traced_leaves
 
 # A number in a name, with a letter in models such as Inception (`Mixed_5b`) and EfficientNet.
@@ -87,7 +87,7 @@ def join_modules(model: _traced_leaves.Model, series: _series.Series) -> _series
   stems = [[_stems(module, modules)[0] for module in block] for block in blocks]
   if size == 1 or len(blocks) == 1 or any(each != stems[0] for each in stems):
     return None
-  pattern = "|".join(_series.JOIN.join(map(glob.escape, block)) for block in blocks)
+  pattern = "|".join(_series.JOIN.join(map(_patterns.escape, block)) for block in blocks)
   return try_select(model, pattern)
 
 
@@ -99,9 +99,9 @@ def module_around(model: _traced_leaves.Model, leaves: Iterable[int]) -> str:
 
 
 def try_select(model: _traced_leaves.Model, pattern: str) -> _series.Series | None:
-  """Returns the series that a pattern selects, or None if the pattern is refused."""
+  """Returns the series that a pattern selects from the root on, or None if it is refused."""
   with contextlib.suppress(ValueError):
-    return _series.select(model, pattern)
+    return _series.select(model, _series.from_root(model, pattern))
   return None
 
 
@@ -116,7 +116,7 @@ def modules_of(model: _traced_leaves.Model) -> dict[str, _traced_leaves.Part]:
     names = model.leaves[i].path.split("/")
     for end in range(1, len(names)):
       leaves.setdefault("/".join(names[:end]), set()).add(i)
-  parts = {glob.escape(path): _traced_leaves.Part(frozenset(leaves[path])) for path in leaves}
+  parts = {_patterns.escape(path): _traced_leaves.Part(frozenset(leaves[path])) for path in leaves}
   for scan in model.layer_scans:
     first, *_ = model.in_order(scan.axis_of)
     path = model.leaves[first].path
@@ -124,7 +124,9 @@ def modules_of(model: _traced_leaves.Model) -> dict[str, _traced_leaves.Part]:
     around = ("/".join(names[:end]) for end in range(1, len(names)))
     of_steps = scan.shared.union(scan.axis_of)
     name = next((module for module in around if leaves[module] <= of_steps), path)
-    parts[glob.escape(name) + _series.STEPS] = _traced_leaves.Part(frozenset(scan.axis_of), scan)
+    parts[_patterns.escape(name) + _series.STEPS] = _traced_leaves.Part(
+      frozenset(scan.axis_of), scan
+    )
   return parts
 
 

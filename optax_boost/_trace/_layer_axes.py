@@ -89,7 +89,8 @@ class LayerAxes:
     return (
       f"A trace of the loss does not tell the axes of {leaves}{more} after {', '.join(names)}. Say"
       " them: pass the result of `optax_boost.layer_axes(loss_fn, params, batch, axes={"
-      f"{_paths.leaf_name(next(iter(hidden)))!r}: ('fan-in', 'outputs')}})`, with 'layers',"
+      f"{_patterns.anchor(_patterns.escape(next(iter(hidden))), self.paths)!r}: ('fan-in',"
+      " 'outputs')})`, with 'layers',"
       " 'fan-in' or 'outputs' for each axis."
     )
 
@@ -193,9 +194,8 @@ def layer_axes(
     params: the params.
     *args: the loss's other arguments: statistics, batch, rng. A loss from ``nnx.split_loss`` or
       ``linen.split_loss`` takes its model state first.
-    axes: for leaves whose axes the trace does not tell, or tells wrong: a dict from regular
-      expressions, which match whole segments of paths, to ``"layers"``, ``"fan-in"`` or
-      ``"outputs"`` for each axis.
+    axes: for leaves whose axes the trace does not tell, or tells wrong: a dict from patterns (see
+      :func:`path_mask`) to ``"layers"``, ``"fan-in"`` or ``"outputs"`` for each axis.
     axis_name: the axis, or axes, of ``vmap``, ``pmap`` or ``shard_map`` that the loss reduces over
       (``pmean``, a BatchNorm with `axis_name`).
 
@@ -240,7 +240,7 @@ def _with_axes(
   """Returns a description with the axes that the argument `axes` of `layer_axes` gives."""
   if not isinstance(given, Mapping):
     raise TypeError(
-      "`axes` must be a dict from regular expressions to a name for each axis, as"
+      "`axes` must be a dict from patterns to a name for each axis, as"
       f" {{'kernel': ('layers', 'fan-in', 'outputs')}}; got {_checks.shorten(given)}."
     )
   patterns = list(given)

@@ -84,7 +84,7 @@ class LayerGroups:
     return "\n".join(lines)
 
 
-# A plan; or regular expressions, of which number i matches the paths of group i.
+# A plan; or patterns, of which number i matches the paths of group i.
 Groups: TypeAlias = LayerGroups | Sequence[str]
 
 
@@ -134,16 +134,16 @@ def layer_groups(
       block. Lowering the number puts equal numbers of neighbouring blocks into one group. If there
       are fewer blocks than this number, and `blocks` is None, each layer is a block instead. In a
       model without a series or a chain, parallel layers stay in one group.
-    blocks: a pattern of the paths of modules that are blocks, from the root on. `*` is any part of
-      a name and `**` any names: ``"encoder/layers/*"``, ``"stages/*/blocks/*"``. If a scan or an
-      index slices the leaves of a selected module, each layer is a block; ``"stages/*[*]"`` selects
-      the layers of several scans. Patterns with bars between them select one series, in the order
-      of use: ``"encoder/block/*|decoder/block/*"``. ``"attn_0&mlp_0|attn_1&mlp_1"`` selects blocks
-      that are several modules. A sequence of patterns, such as
+    blocks: a pattern (see :func:`path_mask`) of the modules that are blocks:
+      ``"encoder/layers/*"``, ``"stages/*/blocks/*"``. A single name selects the outermost modules
+      that it matches. If a scan or an index slices the leaves of a selected module, each layer is a
+      block; ``"stages/*[*]"`` selects the layers of several scans. Patterns with bars between them
+      select one series, in the order of use: ``"encoder/block/*|decoder/block/*"``.
+      ``"attn_0&mlp_0|attn_1&mlp_1"`` selects blocks that are several modules. A sequence, such as
       ``("text/blocks/*", "image/blocks/*")``, selects parallel series, one for each pattern; the
       last blocks of all series are in one group. None: the blocks described above.
-    overrides: a dict from regular expressions to groups. All layers of a leaf are in this group if
-      the expression matches whole segments of the leaf's path, whatever the trace shows.
+    overrides: a dict from patterns (see :func:`path_mask`) to groups. All layers of a leaf that the
+      pattern matches are in this group, whatever the trace shows.
     axis_name: the axis, or axes, of ``vmap``, ``pmap`` or ``shard_map`` that the loss reduces over
       (``pmean``, a BatchNorm with `axis_name`).
 
@@ -283,7 +283,7 @@ def _overridden(
 ) -> dict[int, int]:
   if overrides is None:
     return {}
-  words = "a dict from regular expressions to groups, as {'embed': 0}"
+  words = "a dict from patterns to groups, as {'embed': 0}"
   _checks.check_type("overrides", overrides, Mapping, words)
   for pattern, number in overrides.items():
     if not (_checks.is_integer(number) and 0 <= number < num_groups):
@@ -298,10 +298,10 @@ def _overridden(
 
 _NO_CATCH_ALL = (
   "Write patterns of which only one matches it: a leaf that no pattern matches is in the last group"
-  " already, which needs no catch-all like '.*'."
+  " already, which needs no catch-all like '*'."
 )
 # Matches the end of a pattern from the numbers of layers on: `/[0-5]` in `blocks/kernel/[0-5]`.
-_LAYER = re.compile(r"\\?\[[^/]*\]$|/(\[[^/]*\]|\d+|\\d[+*]?)(/.*)?$")
+_LAYER = re.compile(r"\[[^/]*\]$|/(\[[^/]*\]|\d+)(/.*)?$")
 
 
 def _layers_hint(pattern: str, paths: Sequence[str]) -> str:
@@ -310,12 +310,10 @@ def _layers_hint(pattern: str, paths: Sequence[str]) -> str:
   The hint is due if the pattern ends with numbers of layers, and its beginning matches one of the
   leaves `paths`.
   """
-  try:
-    stacked = _patterns.compile_pattern("groups", _LAYER.sub("", pattern))
-  except ValueError:
-    return ""
-  path = next(filter(stacked.search, paths), None)
-  if path is None or not _LAYER.search(pattern):
+  whole = _LAYER.sub("", pattern)
+  match = _patterns.compile_pattern("groups", f"{whole}/**")  # from the root on
+  path = next((path for path in paths if match(path) is not None), None)
+  if path is None or whole == pattern:
     return ""
   return (
     f" Patterns select whole leaves: if '{path}' holds the layers of a scan, as {pattern!r} says,"
@@ -414,7 +412,7 @@ def _numbers_along_axis(leaf: _layer_axes.Leaf, in_plan: _SlicedLeaf, method: st
 def count_groups(groups: Groups) -> int:
   """Returns the number of groups in a plan or in a sequence of patterns; else raises TypeError."""
   if not isinstance(groups, LayerGroups):
-    words = "what `layer_groups` returned, or a sequence of regular expressions, one per group"
+    words = "what `layer_groups` returned, or a sequence of patterns, one per group"
     _patterns.check_patterns("groups", groups, words)
   return len(groups)
 

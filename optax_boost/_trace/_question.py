@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 import contextlib
-import glob
 import re
 
+from optax_boost._foundation import _patterns
 from optax_boost._trace import _candidates, _series, _traced_leaves
 
 
@@ -130,7 +130,8 @@ def _all_modules(model: _traced_leaves.Model) -> str:
   """Returns the pattern of the outermost modules, of those with kernels if there are any."""
   modules = model.top_modules()
   wide = [m for m, leaves in modules.items() if any(len(model.leaves[i].shape) > 1 for i in leaves)]
-  return "|".join(dict.fromkeys(re.sub(r"\d+$", "*", glob.escape(m)) for m in wide or modules))
+  patterns = dict.fromkeys(re.sub(r"\d+$", "*", _patterns.escape(m)) for m in wide or modules)
+  return _series.from_root(model, "|".join(patterns))
 
 
 def _leaves_of(series: Sequence[_series.Series]) -> frozenset[int]:

@@ -1,10 +1,11 @@
 """Series: blocks in a row, which patterns of paths select."""
 
 from collections.abc import Sequence
-import fnmatch
 import itertools
+import re
 from typing import NamedTuple
 
+from optax_boost._foundation import _patterns
 from optax_boost._trace import _traced_leaves
 
 JOIN = "&"  # joins the patterns of modules that are one block
@@ -101,38 +102,28 @@ def _no_match(model: _traced_leaves.Model, pattern: str, has_leaves: bool) -> st
     return f"`blocks` has {pattern!r}, but no scan over layers slices these leaves. Omit {STEPS!r}."
   modules = ", ".join(f"'{module}'" for module in list(model.top_modules())[:8])
   return (
-    f"`blocks` has {pattern!r}, which selects nothing that the loss uses. A pattern begins at the"
-    f" root, as one of {modules}; `*` is any part of one name, `**` any names."
+    f"`blocks` has {pattern!r}, which selects nothing that the loss uses. A pattern with a slash"
+    f" begins at the root, as one of {modules}; `*` is any part of one name, `**` any names."
   )
 
 
 def _matches(model: _traced_leaves.Model, pattern: str) -> dict[str, list[int]]:
   """Returns the leaves of each module or leaf that a pattern selects, by first use."""
-  pattern_names = pattern.replace(".", "/").split("/")
+  match = _patterns.compile_pattern("blocks", pattern)
   leaves_of: dict[str, list[int]] = {}
   for i in model.order:
-    names = model.leaves[i].path.split("/")
-    if end := _matched_length(names, pattern_names):
-      leaves_of.setdefault("/".join(names[:end]), []).append(i)
+    module = match(model.leaves[i].path)
+    if module is not None:
+      leaves_of.setdefault(module, []).append(i)
   return leaves_of
 
 
-def _matched_length(names: Sequence[str], pattern_names: Sequence[str]) -> int | None:
-  """Matches a pattern with the start of a path; returns the number of names matched, or None.
+def from_root(model: _traced_leaves.Model, patterns: str) -> str:
+  """Returns patterns with a slash before each single name that also matches below the root."""
+  paths = [model.leaves[i].path for i in model.order]
 
-  `names` are the segments of the path, and `pattern_names` the segments of the pattern. The
-  path may be longer than the pattern. A `**` matches as few names as possible. Returns None for no
-  match.
-  """
-  if not pattern_names:
-    return 0
-  if pattern_names[0] == "**":
-    for skipped in range(len(names) + 1):
-      remaining = _matched_length(names[skipped:], pattern_names[1:])
-      if remaining is not None:
-        return skipped + remaining
-    return None
-  if not names or not fnmatch.fnmatchcase(names[0], pattern_names[0]):
-    return None
-  remaining = _matched_length(names[1:], pattern_names[1:])
-  return None if remaining is None else 1 + remaining
+  def anchor(pattern: re.Match[str]) -> str:
+    name = pattern[0].removesuffix(STEPS)
+    return _patterns.anchor(name, paths) + pattern[0].removeprefix(name)
+
+  return re.sub(rf"[^|{JOIN}]+", anchor, patterns)

@@ -46,9 +46,9 @@ def estimate_batch_stats(
       ``lambda model, x: model(x, train=True)``; its result is not used. None: the pass calls
       ``model(batch)``.
     weight_fn: see :func:`optax_boost.nnx.estimate_batch_stats`.
-    only: the BatchNorms to estimate, frozen or not, as regular expressions that match whole
-      segments of a BatchNorm's path in ``batch_stats``. None: all that the call updates.
-    exclude: BatchNorms that keep their statistics, as regular expressions like `only`.
+    only: the BatchNorms to estimate, frozen or not, as patterns of their paths in ``batch_stats``
+      (see :func:`optax_boost.path_mask`). None: all that the call updates.
+    exclude: BatchNorms that keep their statistics, as patterns like `only`.
 
   Returns:
     The variables with the new statistics. BatchNorms that a batch does not reach keep their

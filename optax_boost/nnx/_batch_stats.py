@@ -44,11 +44,10 @@ def estimate_batch_stats(
       calls ``model(batch)``.
     weight_fn: a function from a batch to its number of examples. None: the length of the first axis
       of the batch's leaves.
-    only: the BatchNorms to estimate, frozen or not, as regular expressions that match whole
-      segments of a BatchNorm's path (``"stem"`` matches ``"stem/norm"``). None: all that the
-      forward pass updates.
-    exclude: BatchNorms that keep their statistics, as regular expressions like `only`. None:
-      excludes none.
+    only: the BatchNorms to estimate, frozen or not, as patterns of their paths (see
+      :func:`optax_boost.path_mask`; ``"stem"`` matches ``stem/norm``). None: all that the forward
+      pass updates.
+    exclude: BatchNorms that keep their statistics, as patterns like `only`. None: excludes none.
 
   Returns:
     A copy of the model with the new statistics, in the modes (``train()``, ``eval()``) of `model`.

@@ -61,7 +61,7 @@ def wrap(names: tuple[str, ...], tx: Any, check: str = "gradients") -> Any:
   for name in reversed(names):
     options: dict[str, Any] = {"check": check} if name in CHECKED else {}
     if "groups" in WRAPPERS[name].kwargs:
-      options["groups"] = ("bias", "kernel|^w\\d")
+      options["groups"] = ("bias", "kernel|w[0-9]")
     tx = WRAPPERS[name].around(tx, **options)
   return tx
 

@@ -539,13 +539,13 @@ def test_frozen_batch_norms_keep_their_statistics(api, frozen):
   assert_kept_and_seen_by_the_next(estimated_pair(api, frozen, batches), batches)
 
 
-@pytest.mark.parametrize("patterns", [{"exclude": "first"}, {"only": ["sec.*", "second"]}], ids=str)
+@pytest.mark.parametrize("patterns", [{"exclude": "first"}, {"only": ["sec*", "second"]}], ids=str)
 @pytest.mark.parametrize("evaluation", [False, True])
 @pytest.mark.parametrize("api", ["nnx", "linen"])
 def test_patterns_choose_the_batch_norms_to_estimate(api, evaluation, patterns):
   batches = batches_of([8, 8])
   if evaluation:
-    patterns = {"only": ".*"} | patterns
+    patterns = {"only": "*"} | patterns
   statistics = estimated_pair(api, "", batches, evaluation, **patterns)
   assert_kept_and_seen_by_the_next(statistics, batches)
 
@@ -560,7 +560,7 @@ def test_a_pattern_estimates_a_frozen_batch_norm(api):
   with pytest.warns(optax_boost.NoEffectWarning, match=r"`exclude` .* match no leaf: \['firs'\]"):
     estimated_pair(api, "layer", batches, exclude="firs")
   with pytest.warns(optax_boost.NoEffectWarning, match="found no BatchNorm to estimate"):
-    estimated_pair(api, "layer", batches, exclude=".*")
+    estimated_pair(api, "layer", batches, exclude="*")
 
 
 @pytest.mark.parametrize("api", ["nnx", "linen"])

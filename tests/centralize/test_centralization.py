@@ -262,7 +262,7 @@ def test_mesh_axes_by_pattern_keep_the_means_of_sharded_outputs_separate():
   grads = {"up": {"kernel": gradient(3, 4)}, "down": {"kernel": gradient(4, 3)}}
   columns, rows = jax.sharding.PartitionSpec(None, "x"), jax.sharding.PartitionSpec("x")
   specs = {"up": {"kernel": columns}, "down": {"kernel": rows}}
-  tx = optax_boost.centralize(axis_name={"^down/": ("x",)})
+  tx = optax_boost.centralize(axis_name={"down": ("x",)})
   step = jax.shard_map(
     lambda g: tx.update(g, optax.EmptyState())[0], mesh=mesh, in_specs=(specs,), out_specs=specs
   )

@@ -602,12 +602,12 @@ def test_scanned_layers_get_the_updates_of_unrolled_layers(row):
       space = row.kwargs["subspace"](params)
       kwargs["subspace"] = space if loss is scanned_loss else unrolled_subspace(space)
     if "groups" in arguments:
-      kwargs["groups"] = ["blocks/(down|up)/[01]", "head"]
+      kwargs["groups"] = ["blocks/*/[01]", "head"]
       if row.factory == "adasum":
         kwargs["groups"] = ["head"]
       elif row.factory == "dim_reduce":
         # A subspace for each layer, and one for the rest.
-        kwargs["groups"] = [*(f"blocks/.*/{layer}$" for layer in range(LAYERS)), "head"]
+        kwargs["groups"] = [*(f"blocks/*/{layer}" for layer in range(LAYERS)), "head"]
         if loss is scanned_loss:
           kwargs["groups"] = optax_boost.layer_axes(loss, start, x)
       elif loss is scanned_loss:

@@ -294,7 +294,7 @@ INNERS = {
   "adamw": lambda: optax.adamw(1e-2, weight_decay=0.1),
   "clip": lambda: optax.chain(optax.clip_by_global_norm(1e-3), optax.adamw(1e-2)),
   "masked decay": lambda: optax.chain(
-    optax.masked(optax.trace(0.9), optax_boost.path_mask("kernel$")), optax.scale(-0.1)
+    optax.masked(optax.trace(0.9), optax_boost.path_mask("kernel")), optax.scale(-0.1)
   ),
   "partition": lambda: optax.partition(
     {"x": optax.adam(1e-2), "y": optax.sgd(0.1, 0.9)},
@@ -509,7 +509,7 @@ def test_refuses_groups_of_other_params():
 
 
 @pytest.mark.filterwarnings("ignore::optax_boost.NoEffectWarning")
-@pytest.mark.parametrize("patterns", [[".*", "nothing"], ["a", "b", "hed"]])
+@pytest.mark.parametrize("patterns", [["*", "nothing"], ["a", "b", "hed"]])
 def test_refuses_groups_without_a_leaf_that_is_never_frozen(patterns):
   schedule = optax_boost.fixed_freezing(len(patterns), len(patterns) - 1)
   tx = optax_boost.freeze_layers(optax.sgd(0.1), patterns, schedule)
@@ -525,7 +525,7 @@ STACKED = {"embed": jnp.ones(2), "blocks": {"k": jnp.ones((6, 2))}, "head": jnp.
 
 
 @pytest.mark.parametrize(
-  "pattern", ["blocks/k[0:4]", r"blocks/k\[0:4\]", "blocks/[0-3]", "blocks/0", "blocks/0/k"]
+  "pattern", ["blocks/k[0:4]", "blocks/k[:, 0:4]", "blocks/[0-3]", "blocks/0", "blocks/0/k"]
 )
 def test_a_pattern_for_layers_of_a_stacked_leaf_is_answered_by_layer_groups(pattern):
   tx = optax_boost.freeze_layers(optax.sgd(0.1), ["embed", pattern, "head"], fixed_schedule([0], 3))
@@ -550,13 +550,16 @@ SENSELESS = [
   (lambda: chain_groups(batch="text"), r"the leaf '0' is 'text' of type str"),
   (lambda: chain_groups({"w": 10**400}), r"`params` must hold arrays.* the leaf 'w' is"),
   (lambda: chain_groups(loss=lambda p, x: 0.0), r"found no leaf among the 8 of `params` that the"),
-  (lambda: chain_groups(num_groups=2, overrides={"(": 1}), r"`overrides` has '\(', which is no"),
+  (lambda: chain_groups(num_groups=2, overrides={"(": 1}), r"`overrides` has '\(', a regular"),
   (lambda: chain_groups(num_groups=10), r"10 groups of 4 blocks .* Pass num_groups=4 or fewer"),
   (
     lambda: chain_groups(num_groups=2, overrides={"a": 2}),
     r"must name groups 0 to 1; got 2 for 'a'",
   ),
-  (lambda: chain_groups(num_groups=2, overrides=["a"]), r"`overrides` must be a dict from regular"),
+  (
+    lambda: chain_groups(num_groups=2, overrides=["a"]),
+    r"`overrides` must be a dict from pat",
+  ),
 ]
 
 

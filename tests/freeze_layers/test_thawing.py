@@ -334,7 +334,7 @@ def test_momentum_without_a_count_is_unchanged_by_thawing():
 
 
 INSIDE = {
-  "masked": optax.masked(optax.adam(RATE), optax_boost.path_mask("")),
+  "masked": optax.masked(optax.adam(RATE), optax_boost.path_mask("*")),
   "partition": optax.partition(
     {"x": optax.adam(RATE), "y": optax.adam(RATE)},
     lambda p: jax.tree.map_with_path(lambda path, _: "x" if "head" in str(path) else "y", p),
@@ -382,7 +382,7 @@ def roots(program):
 
 def test_a_leaf_is_computed_for_its_own_group_alone():
   """The inner optimizer is traced once, and the program has one square root for each leaf."""
-  groups = [f"^{i}$" for i in range(10)]
+  groups = [str(i) for i in range(10)]
   params = {str(i): jnp.ones((3, 4 + i)) for i in range(10)}
   calls = itertools.count()
   inner = count_updates(optax.adam(RATE), calls)
@@ -749,7 +749,7 @@ def test_a_program_of_ones_own_takes_the_next_smaller_declared_depth(name):
 
 
 def test_freezing_costs_the_same_around_a_loss_scale_and_in_one():
-  groups = [f"^{i}$" for i in range(6)]
+  groups = [str(i) for i in range(6)]
   params = {str(i): jnp.ones((8, 16 + i)) for i in range(6)}
   schedule = optax_boost.gradual_unfreezing(6, every=3)
 

@@ -11,6 +11,7 @@ import optax
 import pytest
 
 import optax_boost
+from optax_boost._foundation import _paths
 from optax_boost._trace import _primitives
 
 # A primitive of no program but these, so no rule for a real one can end its being unknown. It
@@ -98,6 +99,20 @@ def test_a_method_names_the_primitive_in_a_warning(name):
     traced_update(tx)
 
 
+@pytest.mark.parametrize(
+  "params", [jnp.ones((4, 4)), {"w": jnp.ones((4, 4)), "b": {"w": jnp.ones(1)}}, {"(w)": X.T}]
+)
+def test_the_pattern_in_the_warning_selects_the_leaf_alone(params):
+  def loss_fn(params, x):
+    *rest, w = jax.tree.leaves(params)
+    return jnp.sum(x @ UNHEARD_OF.bind(w)) + sum(map(jnp.sum, rest))
+
+  warning = optax_boost.layer_axes(loss_fn, params, X).explain_unknown(_paths.leaf_paths(params))
+  pattern = re.search(r"axes=\{'(.*)': ", warning)[1]
+  *rest, selected = jax.tree.leaves(optax_boost.path_mask(pattern)(params))
+  assert [selected, *rest] == [True] + [False] * len(rest)
+
+
 @pytest.mark.parametrize("name", ["lars", "centralize"])
 def test_a_method_does_not_warn_of_a_leaf_that_it_leaves_alone(name):
   factories = {"lars": lambda **kwargs: optax_boost.lars(0.1, **kwargs)}
@@ -158,8 +173,8 @@ def test_axes_that_the_user_says_replace_those_of_the_trace_and_end_the_warning(
     ({"kernel": "layers"}, ValueError, "each of the 3 axes of 'kernel'"),
     ({"kernel": (0, 1, 2)}, ValueError, "'layers', 'fan-in' or 'outputs' for each"),
     ({"kernel": 3}, ValueError, "'layers', 'fan-in' or 'outputs' for each"),
-    (("layers",), TypeError, "must be a dict from regular expressions"),
-    ({"(": ("layers",)}, ValueError, "not a regular expression"),
+    (("layers",), TypeError, "must be a dict from patterns"),
+    ({"(": ("layers",)}, ValueError, "a regular expression, but patterns are globs"),
   ],
 )
 def test_axes_that_are_none_say_what_they_must_be(axes, error, message):

@@ -289,7 +289,11 @@ KERNEL, VECTOR = jnp.eye(WIDTH), jnp.ones(WIDTH)
 
 
 def groups_in_order(params, names, **options):
-  """The groups of a model that multiplies by its leaves in the order of `names`."""
+  return plan_in_order(params, names, **options).groups
+
+
+def plan_in_order(params, names, **options):
+  """The plan of a model that multiplies by its leaves in the order of `names`."""
   flat = dict(zip(_paths.leaf_paths(params), range(100), strict=False))
 
   def loss(params, x):
@@ -299,7 +303,7 @@ def groups_in_order(params, names, **options):
       x = jnp.tanh(x @ leaf if leaf.ndim > 1 else x * leaf)
     return jnp.mean(x)
 
-  return optax_boost.layer_groups(loss, params, X, **options).groups
+  return optax_boost.layer_groups(loss, params, X, **options)
 
 
 @pytest.mark.parametrize("form", ["arrays", "modules"])
@@ -495,6 +499,13 @@ def test_parallel_arrays_of_one_module_are_one_layer():
       ["embed", "layers/0/up", "layers/1/up", "layers/2/up", "layers/3/up", "layers/3/down"],
     ),
     ("layers", ["embed", "layers/0", "norm"]),
+    # A single name selects the outermost modules, at whatever depth they are.
+    ("[1-3]", ["embed", "layers/1", "layers/2", "layers/3", "norm"]),
+    ("up", ["embed", "layers/0/up", "layers/1/up", "layers/2/up", "layers/3/up", "layers/3/down"]),
+    ("l*|/embed", ["embed", "layers/0", "norm"]),
+    # Two stars are as few names as possible.
+    ("layers/**", ["embed", "layers/0", "norm"]),
+    ("layers/**/*", ["embed", "layers/0", "layers/1", "layers/2", "layers/3", "norm"]),
     (["layers/[01]", "layers/[23]"], ["embed", "layers/0", "layers/1", "norm"]),
   ],
 )
@@ -505,6 +516,32 @@ def test_a_pattern_selects_the_modules_whose_paths_begin_like_it(blocks, expecte
   assert len(groups) == len(expected)
   for group, prefix in zip(groups, expected, strict=True):
     assert group[0].startswith(prefix)
+
+
+def test_a_printed_pattern_of_one_name_selects_no_module_of_this_name_elsewhere():
+  block = {"up": KERNEL, "down": KERNEL}
+  layers = {f"layer_{i}": block for i in range(3)}
+  params = layers | {"stem": {"layer_norm": {"scale": VECTOR}, "layer_0": KERNEL}, "head": KERNEL}
+  order = ["stem/layer_0", "stem/layer_norm/scale"]
+  order += [f"layer_{i}/{name}" for i in range(3) for name in ("up", "down")] + ["head"]
+  plan = plan_in_order(params, order)
+  assert [group[0] for group in plan.groups] == [order[0], *(f"{n}/up" for n in layers), "head"]
+  assert plan.origin.startswith('blocks: "/layer_*" (3 modules)')
+  assert plan_in_order(params, order, blocks="/layer_*") == plan
+  assert plan_in_order(params, order, blocks="layer_*") != plan
+
+
+def test_the_patterns_of_a_question_select_no_module_of_their_names_elsewhere():
+  loss, params = unnumbered(nested=True)
+
+  def deeper(params, x):
+    return loss(params, jnp.tanh(x @ params["stem"]["second"]))
+
+  params["stem"] = {"second": KERNEL}
+  with pytest.raises(ValueError, match=r'Pass blocks="first\|/second" for each'):
+    optax_boost.layer_groups(deeper, params, X)
+  plan = optax_boost.layer_groups(deeper, params, X, blocks="first|/second")
+  assert [group[0].split("/")[0] for group in plan.groups] == ["stem", "first", "second"]
 
 
 @pytest.mark.parametrize("blocks", ["layers", "layers/*", "layers[*]", "layers/up", "layers/up[*]"])
@@ -532,7 +569,7 @@ def test_any_pattern_for_leaves_of_one_scan_selects_its_steps(blocks):
     ((), TypeError, r"sequence of patterns, one for each series side by side; got \(\)"),
     ([None], TypeError, r"one for each series side by side; got \[None\]"),
     ("layer/*", ValueError, r"'layer/\*', which selects nothing .* as one of 'layers', 'head'"),
-    ("layers/*|", ValueError, r"has '', which selects nothing that the loss uses"),
+    ("layers/*|", ValueError, r"has 'layers/\*|', which is not a pattern: each part between bars"),
     (("layers/0", "layers/*"), ValueError, r"'layers/0' and 'layers/\*' for 'layers/0/(up|down)'"),
     ("layers/0|layers/*/up", ValueError, r"'layers/0' and 'layers/\*/up' for 'layers/0/up'"),
   ],

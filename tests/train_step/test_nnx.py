@@ -243,7 +243,7 @@ def test_switching_to_evaluation_and_back_is_seen():
 
 def test_paths_of_an_nnx_model_read_like_its_attributes():
   model, optimizer = make(
-    optax.chain(optax_boost.centralize(exclude="^out/"), optax_boost.lars(1.0, 1e-4))
+    optax.chain(optax_boost.centralize(exclude="out"), optax_boost.lars(1.0, 1e-4))
   )
   step = ob_nnx.make_train_step(loss_fn, has_aux=True)
   metrics = step(model, optimizer, BATCH)

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 import dataclasses
 import functools
+import operator
 from typing import Any, NamedTuple
 
 import jax
@@ -103,12 +104,16 @@ def _for_two_steps() -> optax.GradientTransformation:
 
 
 def _groups(program: Program) -> list[str]:
-  """The first layers and all others, which the first pattern does not match."""
-  return [program.first, rf"^(?!(.*/)?({program.first})(/|$)).*"]
+  """The first layers and a later leaf, with all others, which no pattern matches."""
+  return [program.first, program.kernel or "auto_scale"]
 
 
 def _optax_lars(program: Program) -> optax.GradientTransformation:
-  mask = optax_boost.path_mask(rf"^(?!.*({program.vectors}))")
+  vectors = optax_boost.path_mask(program.vectors)
+
+  def mask(params: Any) -> Any:
+    return jax.tree.map(operator.not_, vectors(params))
+
   ours = {"trust_coefficient": 0.02, "eps": 1e-8, "momentum": 0.5}
   return optax.lars(0.5, weight_decay=0.0, trust_ratio_mask=mask, **ours)
 

@@ -276,8 +276,8 @@ def vae(tx):
 
 PROGRAMS = {
   "mnist_nnx": methods.Program(mnist_nnx, "conv|norm", "linear/kernel"),
-  "mnist_linen": methods.Program(mnist_linen, "Conv_.*", "Dense_0/kernel"),
-  "imagenet": methods.Program(imagenet, ".*_init", "Dense_0/kernel", axis="batch"),
+  "mnist_linen": methods.Program(mnist_linen, "Conv_*", "Dense_0/kernel"),
+  "imagenet": methods.Program(imagenet, "*_init", "Dense_0/kernel", axis="batch"),
   "lm1b": methods.Program(lm1b, "embedding", "logits/kernel"),
   "gemma": methods.Program(gemma, "layers/0", "layers/1/up/kernel"),
   "vae": methods.Program(vae, "encoder", "decoder/layers_2/kernel"),

@@ -256,11 +256,11 @@ pure = functools.partial(methods.Program, first="linear_0", kernel="mlp/~/linear
 PROGRAMS = {
   "maxtext": methods.Program(maxtext, "token_embedder", "logits_dense/kernel", "bias|scale"),
   "hugging_face": methods.Program(hugging_face, "embeddings", "decoder/kernel", axis="batch"),
-  "haiku": pure(haiku, vectors="/b$"),
-  "lookahead": pure(lookahead, vectors="/b$"),
-  "multi_steps": pure(multi_steps, vectors="/b$"),
-  "ensemble": pure(ensemble, vectors="/b$"),
-  "flow": methods.Program(flow, "^0", "1/mlp/~/linear_1/w", "/b$"),
+  "haiku": pure(haiku, vectors="b"),
+  "lookahead": pure(lookahead, vectors="b"),
+  "multi_steps": pure(multi_steps, vectors="b"),
+  "ensemble": pure(ensemble, vectors="b"),
+  "flow": methods.Program(flow, "/0", "1/mlp/~/linear_1/w", "b"),
 }
 
 

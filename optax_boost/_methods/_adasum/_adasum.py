@@ -108,9 +108,9 @@ def adasum(
       the adaptive sum then runs over nodes. None: no such axis.
     groups: which leaves share the coefficients of :math:`a` and :math:`b`; inner products are over
       the whole group. None: each leaf is a group, as in Horovod. A string or a sequence: each
-      regular expression makes a group of the leaves whose path it matches in whole segments. A leaf
-      that two expressions match is an error; a leaf that no expression matches is a group by
-      itself. ``".*"`` makes the whole model one group.
+      pattern (see :func:`path_mask`) makes a group of the leaves that it matches. A leaf that two
+      patterns match is an error; a leaf that no pattern matches is a group by itself. ``"*"`` makes
+      the whole model one group.
     shard_axis_name: axes along which the leaves are sharded (tensor parallelism); inner products
       are summed over these axes. In a group with sharded leaves, a replicated leaf counts once for
       each device of these axes. Don't name an axis along which devices hold different layers.
@@ -229,7 +229,7 @@ def _check_groups(groups: str | Sequence[str] | None) -> tuple[str, ...]:
   if groups is None:
     return ()
   patterns = (groups,) if isinstance(groups, str) else groups
-  _patterns.check_patterns("groups", patterns, "regular expressions or None")
+  _patterns.check_patterns("groups", patterns, "patterns or None")
   return tuple(patterns)
 
 

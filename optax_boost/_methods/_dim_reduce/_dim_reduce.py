@@ -108,12 +108,12 @@ def dim_reduce(
       first. If no length is accepted, there is no step in the subspace, and :math:`B` is restored.
       None: always makes the step of length 1, which needs no loss.
     groups: which leaves share a subspace and a :math:`B`; all groups share the step length. Pass
-      one of: the result of :func:`layer_groups`; regular expressions, one per group, that match
-      whole segments of the leaves' paths; the result of :func:`layer_axes`; None, for one group. A
-      leaf that two expressions match is an error; a leaf that no expression matches is in the last
-      group. With :func:`layer_axes`, layer i of all leaves is group i, and leaves that stack no
-      layers are the last group. The rows of the basis must be orthonormal within each group, as
-      ``fit_subspace(..., groups=groups)`` makes them.
+      one of: the result of :func:`layer_groups`; patterns (see :func:`path_mask`), one per group;
+      the result of :func:`layer_axes`; None, for one group. A leaf that two patterns match is an
+      error; a leaf that no pattern matches is in the last group. With :func:`layer_axes`, layer i
+      of all leaves is group i, and leaves that stack no layers are the last group. The rows of the
+      basis must be orthonormal within each group, as ``fit_subspace(..., groups=groups)`` makes
+      them.
     inner: an optimizer that turns the steps into updates, as in MindSpore's
       ``DimReduce(network, optimizer, ...)``; its learning rate scales the steps. In place of the
       gradient, `inner` gets :math:`\alpha r - t P^\top d`, and in a trial :math:`-t P^\top d`; its

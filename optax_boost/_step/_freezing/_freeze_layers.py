@@ -115,9 +115,8 @@ def freeze_layers(
       ``update`` has such a count, your ``update`` is called once for each set of groups that were
       trained in the same steps. So don't clip there, nor compute anything else from all leaves; do
       this in another member of an ``optax.chain``.
-    groups: a :class:`LayerGroups`; or regular expressions, one per group in the order of the
-      forward pass, that match whole segments of the leaves' paths: ``"blocks/1"`` does not match
-      ``blocks/10``. No leaf may match two; leaves that match none are in the last group.
+    groups: a :class:`LayerGroups`; or patterns (see :func:`path_mask`), one per group in the order
+      of the forward pass. No leaf may match two; leaves that match none are in the last group.
     schedule: a :class:`FreezeSchedule` for this number of groups, as :func:`fixed_freezing` makes.
     key: the key of the schedule's random numbers, from ``jax.random.key``, or a seed.
     counts: what a step count beside moments in `inner`'s state counts. ``"group"``: the steps in

@@ -362,7 +362,7 @@ HOLDERS = {
     lambda make, rate, run: eager.SwitchAfter(5, make(rate), make(HalfOf(rate))),
   ),
   "laperm": Holder(
-    lambda make, rate: optax_boost.laperm(make(rate), 2, exclude="^(?!head)"),
+    lambda make, rate: optax_boost.laperm(make(rate), 2, exclude="body|neck"),
     lambda make, rate, run: eager.Laperm(make(rate), ("head",), 2),
   ),
 }
