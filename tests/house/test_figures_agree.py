@@ -1,7 +1,7 @@
 """The figures of pages are in stored tables.
 
-On every page this holds for figures with an interval, as `0.79 [0.72, 0.89]`; on README and the
-page for choosing it holds for every decimal.
+On every page this holds for figures with an interval, as `0.79 [0.72, 0.89]`; on README, the pages
+for choosing and comparing, and in the cards' sections on cost and effect for every decimal.
 """
 
 import pathlib
@@ -48,12 +48,15 @@ def test_the_figures_of_a_page_are_in_a_table_that_it_links_to(page):
   )
 
 
-FIRST_PAGES = (ROOT / "README.md", ROOT / "docs" / "choosing.md")
+CITING = (ROOT / "README.md", ROOT / "docs" / "choosing.md", ROOT / "docs" / "peers.md")
+CARDS = sorted((ROOT / "docs" / "cards").glob("*.md"))
 CODE = re.compile(r"^```.*?^```$|`[^`]*`", re.MULTILINE | re.DOTALL)
 VERSION = re.compile(r"\b(?:python|jax|flax|optax) \d+\.\d+\b", re.IGNORECASE)
 LINK = re.compile(r"\]\(([^)#]*)[^)]*\)")
-# Quartiles, and what several seeds, positions or settings had.
-SEVERAL = re.compile(r"(?:[\d./: ]+, )+[\d./: ]+")
+SECTION = re.compile(r"^## (?:Cost|Measured)\n(.*?)(?=^## |\Z)", re.MULTILINE | re.DOTALL)
+INTERVAL = re.compile(r"\[[\d.,]+, [\d.,]+\]")
+# What several seeds or positions had.
+SEVERAL = re.compile(r"(?:[\d./]+, )+[\d./]+")
 NUMBER = re.compile(r"(?<![\w.-])\d[\d,]*(?:\.\d+)?(?![\w.]*\d)")
 
 
@@ -63,13 +66,18 @@ def passages(text):
   return [VERSION.sub("", part) for part in parts]
 
 
-def tables_behind(folder, passage):
+def linked_tables(page, text):
+  """The stored tables that a text on a page links to."""
+  paths = [(page.parent / link).resolve() for link in LINK.findall(text)]
+  return {path for path in paths if path.parent == RESULTS and path.suffix == ".md"}
+
+
+def tables_behind(page, passage):
   """The stored tables that a passage links to, itself or by a card."""
-  pages = [(folder / link).resolve() for link in LINK.findall(passage) if link.endswith(".md")]
-  for card in [page for page in pages if page.parent.name == "cards"]:
-    links = LINK.findall(card.read_text(encoding="utf-8"))
-    pages += [(card.parent / link).resolve() for link in links]
-  return {page for page in pages if page.parent == RESULTS and page.suffix == ".md"}
+  paths = [(page.parent / link).resolve() for link in LINK.findall(passage)]
+  cards = [path for path in paths if path in CARDS]
+  by_cards = [linked_tables(card, card.read_text(encoding="utf-8")) for card in cards]
+  return linked_tables(page, passage).union(*by_cards)
 
 
 def numbers(text):
@@ -82,33 +90,48 @@ def is_rounded(figure, number):
   return abs(float(figure) - float(number)) <= half * (1 + 1e-9)
 
 
-def unfounded_figures(folder, text):
-  """The decimals in no table that their passage links to, itself or by a card."""
-  unfounded = []
-  for passage in passages(text):
-    tables = tables_behind(folder, passage)
-    stored = numbers(SEVERAL.sub("", "".join(t.read_text(encoding="utf-8") for t in tables)))
-    figures = [number for number in numbers(LINK.sub("]", passage)) if "." in number]
-    unfounded += [f for f in figures if not any(is_rounded(f, number) for number in stored)]
-  return unfounded
+def unfounded_figures(passage, tables):
+  """The decimals of a passage that are in none of the tables."""
+  text = "\n".join(table.read_text(encoding="utf-8") for table in tables)
+  stored = numbers(SEVERAL.sub("", text))
+  figures = numbers(INTERVAL.sub("", LINK.sub("]", passage)))
+  decimals = [figure for figure in figures if "." in figure]
+  return [figure for figure in decimals if not any(is_rounded(figure, s) for s in stored)]
 
 
-def test_a_decimal_that_no_table_behind_its_passage_has_is_found():
-  page = (
-    "{} [all](benchmarks/results/half_frozen.md)\n- [a card](docs/cards/freeze_layers.md#cost) {}"
-  )
-  assert (
-    unfounded_figures(ROOT, page.format("0.64, `0.9`, jax 0.10, 0.7.1 and 250.2 ms:", "24.70"))
-    == []
-  )
-  assert unfounded_figures(ROOT, page.format("0.57 and 24.70 ms:", "0.57")) == ["0.57", "24.70"]
-  assert unfounded_figures(ROOT, "half of it: 0.64") == ["0.64"]
+@pytest.mark.parametrize(
+  ("text", "unfounded"),
+  [
+    ("[a table](benchmarks/results/half_frozen.md): 0.64, `0.9`, jax 0.10, 0.7.1, 250.2 ms", []),
+    (
+      "[a table](benchmarks/results/half_frozen.md): 0.57\n- [another](docs/devices.md) 0.64",
+      ["0.57", "0.64"],
+    ),
+    ("| [a card](docs/cards/freeze_layers.md#cost) | 24.7 | 9.87 |", ["9.87"]),
+  ],
+)
+def test_a_decimal_that_no_table_behind_its_passage_has_is_found(text, unfounded):
+  page = ROOT / "README.md"
+  parts = passages(text)
+  assert [
+    f for part in parts for f in unfounded_figures(part, tables_behind(page, part))
+  ] == unfounded
 
 
-@pytest.mark.parametrize("page", FIRST_PAGES, ids=lambda p: p.stem)
-def test_every_decimal_of_the_first_pages_is_in_a_table_behind_its_passage(page):
-  unfounded = unfounded_figures(page.parent, page.read_text(encoding="utf-8"))
-  assert not unfounded, (
-    f"{unfounded} of {page.name} are in no table of benchmarks/results that their paragraph, item"
-    " or row links to, itself or by a card: copy the figures of a table, and link to it"
-  )
+@pytest.mark.parametrize("page", CITING, ids=lambda p: p.stem)
+def test_a_decimal_is_in_a_table_that_its_passage_links_to_itself_or_by_a_card(page):
+  for passage in passages(page.read_text(encoding="utf-8")):
+    unfounded = unfounded_figures(passage, tables_behind(page, passage))
+    assert not unfounded, (
+      f"no table in benchmarks/results that this passage of {page.name} links to, itself or by a"
+      f" card, has {unfounded}: copy the figures of a table, and link to it: {passage}"
+    )
+
+
+@pytest.mark.parametrize("card", CARDS, ids=lambda p: p.stem)
+def test_a_decimal_of_a_cards_cost_and_effect_is_in_a_table_that_the_card_links_to(card):
+  text = card.read_text(encoding="utf-8")
+  tables = linked_tables(card, text)
+  parts = [part for section in SECTION.findall(text) for part in passages(section)]
+  unfounded = [figure for part in parts for figure in unfounded_figures(part, tables)]
+  assert not unfounded, f"no table in benchmarks/results that {card.name} links to has {unfounded}"
