@@ -59,14 +59,14 @@ def _table(title: str, rows: list[tuple[str, Any]]) -> str:
   return "\n".join(lines) + "\n"
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
   """Measures the parts that the time allows, and writes the table after each."""
   parser = argparse.ArgumentParser(description=__doc__)
   parser.add_argument("parts", nargs="*", choices=[[], *SECONDS], default=[])
   parser.add_argument("--small", action="store_true", help="sizes for a trial on a CPU")
   parser.add_argument("--limit", type=float, default=540.0, help="seconds in all")
   parser.add_argument("--out", type=pathlib.Path, default=_harness.HERE / "results")
-  options = parser.parse_args()
+  options = parser.parse_args(arguments)
   end = time.monotonic() + options.limit
   tables: list[str] = []
   for part in options.parts or SECONDS:

@@ -84,7 +84,7 @@ def small() -> Sizes:
   tiny = models.GPT2(layers=2, width=16, heads=2, vocabulary=32, length=16, dtype=jnp.float32)
   return Sizes(
     copied=1,
-    resnet=models.ResNet(blocks=(1, 1), width=4, classes=10, dtype=jnp.float32),
+    resnet=models.ResNet(blocks=(1,), width=4, classes=10, dtype=jnp.float32),
     images=(4, 32),
     gpt2=tiny,
     tokens=(2, 8),

@@ -7,7 +7,7 @@ a bottleneck ResNet on CIFAR-10 (an ``.npz`` with ``train_images`` uint8, ``trai
 """
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 import dataclasses
 import functools
 import pathlib
@@ -54,6 +54,7 @@ class Plan:
     tries: O0's batches and rates.
     tokens: that O0 trains on.
     shares: of O0's time, for O1; O2 has the first.
+    sources: folders whose Python files are the text.
     megabytes: of text.
     held_out: whole sequences of the test loss.
   """
@@ -62,6 +63,7 @@ class Plan:
   tries: tuple[tuple[int, float], ...]
   tokens: int
   shares: tuple[float, ...]
+  sources: tuple[pathlib.Path, ...]
   megabytes: float
   held_out: int
 
@@ -69,28 +71,35 @@ class Plan:
 def plans(small: bool) -> list[Plan]:
   """Attention is a large part of a step in the first; the second has small batches."""
   if small:
-    return [
-      Plan(sizes.transformer(16, 64, layers=1), ((4, 1e-3), (2, 1e-3)), 1024, (0.75,), 0.1, 8)
-    ]
+    package = (pathlib.Path(optax_boost.__file__).parent,)
+    model = sizes.transformer(16, 64, layers=1)
+    return [Plan(model, ((4, 1e-3), (2, 1e-3)), 1024, (0.75,), package, 0.1, 8)]
+  packages = tuple(pathlib.Path(sysconfig.get_paths()[name]) for name in ("stdlib", "purelib"))
   return [
     Plan(
       sizes.transformer(512, 8192),
       ((4, 1e-3), (4, 5e-4), (2, 1e-3)),
       600 * 32_768,
       (0.75, 0.9),
+      packages,
       120,
       128,
     ),
     Plan(
-      sizes.transformer(512, 1024), ((16, 1e-3), (16, 5e-4)), 350 * 32_768, (0.75, 0.9), 120, 1024
+      sizes.transformer(512, 1024),
+      ((16, 1e-3), (16, 5e-4)),
+      350 * 32_768,
+      (0.75, 0.9),
+      packages,
+      120,
+      1024,
     ),
   ]
 
 
-def source_text(megabytes: float) -> np.ndarray:
-  """Python sources of this machine's packages, each file once, in a random order: uint8."""
-  roots = [pathlib.Path(sysconfig.get_paths()[name]) for name in ("stdlib", "purelib")]
-  files = sorted({path for root in roots for path in root.rglob("*.py") if path.is_file()})
+def source_text(folders: Iterable[pathlib.Path], megabytes: float) -> np.ndarray:
+  """Python sources of some folders, each file once, in a random order: uint8."""
+  files = sorted({path for folder in folders for path in folder.rglob("*.py") if path.is_file()})
   parts: dict[bytes, None] = {}
   total = 0
   for i in np.random.default_rng(0).permutation(len(files)):
@@ -133,7 +142,7 @@ class Sequences:
 
   def __init__(self, plan: Plan):
     self.plan, self.full = plan, plan.model.length
-    text = source_text(plan.megabytes)
+    text = source_text(plan.sources, plan.megabytes)
     cut = len(text) * 95 // 100
     self.text = jnp.asarray(text[:cut])
     held_out = text[cut:][: plan.held_out * (self.full + 1)]
@@ -302,7 +311,7 @@ class Images:
     self.epochs, self.each = epochs, len(self.labels) // self.count
     on_gpu = jax.default_backend() == "gpu"
     self.module = (
-      ResNet((1, 1), 4) if small else ResNet(dtype=jnp.bfloat16 if on_gpu else jnp.float32)
+      ResNet((1,), 4) if small else ResNet(dtype=jnp.bfloat16 if on_gpu else jnp.float32)
     )
 
   def batch(self, order: np.ndarray, number: int) -> dict[str, jax.Array]:
@@ -320,7 +329,7 @@ class Images:
     module = self.module
     if level != "O0":
       module = boost.model(optax_boost.linen.less_bn, module, sample["x"])
-    variables = module.init(jax.random.key(0), sample["x"])
+    variables = jax.jit(module.init)(jax.random.key(0), sample["x"])
     loss, params, stats = optax_boost.linen.split_loss(models.image_loss, module, variables)
     last = 0.1 * rate if "average_params" in boost.on else 0.0
     schedule = optax.warmup_cosine_decay_schedule(0.0, rate, steps // 10, steps, last)

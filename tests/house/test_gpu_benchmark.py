@@ -5,28 +5,16 @@ import pathlib
 import re
 import subprocess
 import sys
-import time
 import types
 
 import numpy as np
 import pytest
 
 from benchmarks import _process, gpu
-from benchmarks.gpu import parts, trainings
+from benchmarks.gpu import __main__ as command, parts, trainings
+from tests.house import failing
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-
-
-def three(failure):
-  """Two items, and then trouble of some kind."""
-  yield 1
-  yield os.environ["ITEM"]
-  if failure == "raises":
-    raise ValueError("no more\nto say")
-  if failure == "dies":
-    os._exit(3)
-  if failure == "hangs":
-    time.sleep(60)
 
 
 @pytest.mark.parametrize(
@@ -42,7 +30,7 @@ def test_items_before_a_failure_come(failure, text):
   limit = {"each": 1.0} if failure == "hangs" else {}
 
   def collect():
-    for item in _process.items(three, failure, environment={"ITEM": "two"}, **limit):
+    for item in _process.items(failing.two_items, failure, environment={"ITEM": "two"}, **limit):
       found.append(item)
 
   with pytest.raises(_process.GivenUp, match=text):
@@ -111,10 +99,15 @@ def test_a_part_yields_its_rows(part):
 
 
 def test_the_command_writes_its_table_and_says_which_part_was_lost(tmp_path):
-  command = [sys.executable, "-m", "benchmarks.gpu", "--small", "--out", str(tmp_path)]
+  arguments = ["adasum", "--small", "--out", str(tmp_path)]
   environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
   for limit in ("600", "0"):
-    subprocess.run([*command, "adasum", "--limit", limit], env=environment, cwd=ROOT, check=True)
+    options = [*arguments, "--limit", limit]
+    if limit == "0":
+      command.main(options)
+    else:
+      program = [sys.executable, "-m", "benchmarks.gpu", *options]
+      subprocess.run(program, env=environment, cwd=ROOT, check=True)
     page = (tmp_path / "gpu.md").read_text(encoding="utf-8")
     assert ("| 4 replicas of 1,000 params: adasum_reduce | " in page) == (limit == "600")
     assert ("| the others | not done within" in page) == (limit == "0")
