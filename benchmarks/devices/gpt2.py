@@ -26,8 +26,8 @@ _ABOUT = f"""\
 One train step of GPT-2 (12 blocks of 768 that the loss scans over, each recomputed in the backward
 pass; bfloat16, params in float32; {_BATCH} sequences of {_LENGTH}) with AdamW, compiled by XLA for
 one chip that was not there. Whole: params, optimizer state, batch and temporaries, those that share
-memory counted once. State: the optimizer's; `freeze_layers` keeps the frozen layers' moments, for
-they may thaw. FLOPs are XLA's for the TPU, a scan's body counted once; XLA has none for the H100.
+memory counted once. State: the optimizer's. FLOPs are XLA's for the TPU, a scan's body counted
+once; XLA has none for the H100.
 `python -m benchmarks.devices.gpt2`."""
 
 
