@@ -56,7 +56,7 @@ def blocks_by_default(model: _traced_leaves.Model, num_groups: int | None = None
   finer = _candidates.find_finer(model, found[0])
   if finer is not None:
     origin += f"; for {finer.length} finer ones pass blocks={_series.quoted(finer.pattern)}"
-  return _places.place(model, found, f'{origin}; for others pass blocks="..."')
+  return _places.place(model, [found[0].parts], f'{origin}; for others pass blocks="..."')
 
 
 def smallest_blocks(model: _traced_leaves.Model) -> _places.Blocks:
@@ -68,7 +68,8 @@ def smallest_blocks(model: _traced_leaves.Model) -> _places.Blocks:
 def blocks_of_patterns(model: _traced_leaves.Model, patterns: Sequence[str]) -> _places.Blocks:
   """Returns the blocks of parallel series, such as two towers; each pattern selects one series."""
   towers = _series.select_all(model, patterns)
-  return _places.place(model, towers, f"blocks: {' side by side with '.join(map(str, towers))}")
+  origin = f"blocks: {' side by side with '.join(map(str, towers))}"
+  return _places.place(model, [tower.parts for tower in towers], origin)
 
 
 def check_patterns(blocks: _types.Unchecked) -> tuple[str, ...]:

@@ -2,7 +2,7 @@
 
 import itertools
 
-from optax_boost._trace import _places, _traced_leaves
+from optax_boost._trace import _candidates, _places, _traced_leaves
 
 
 def find_layers(model: _traced_leaves.Model) -> list[_traced_leaves.Part]:
@@ -80,47 +80,16 @@ def blocks_of_layers(
 ) -> _places.Blocks:
   """Returns a block for each layer, or for each step of a layer that is a scan.
 
-  If the loss uses tables (leaves of several axes) before all layers, all leaves before the layers
-  are one more block, the first. Any other leaf, such as a bias, joins the layer in its own module,
-  if this module has exactly one layer and no modules inside. Otherwise, the leaf joins the layer
-  that began last before the leaf, or the first layer. `origin` is the line for ``print``.
+  A leaf in the module of exactly one layer, such as a bias, joins this layer, unless there are
+  modules inside. `origin` is the line for ``print``.
   """
-  by_leaf: dict[int, list[int]] = {}
-  layers_of: dict[str, set[int]] = {}
-  first = min((model.begin(layer) for layer in layers), default=len(model.order))
-  is_before = {
-    i
-    for i, place in model.order.items()
-    if place < first and len(model.leaves[i].axes_of_layer) > 1
+  whole = list(layers)
+  layer_of = {i: number for number, layer in enumerate(layers) for i in layer.leaves}
+  modules = {
+    name: part.leaves for name, part in _candidates.modules_of(model).items() if part.scan is None
   }
-  count = int(bool(is_before))
-  begins: list[tuple[int, int, int]] = []
-  for layer in layers:
-    begins.append((model.begin(layer), count, count + layer.length - 1))
-    for leaf in layer.leaves:
-      by_leaf[leaf] = layer.numbers(count)
-      if layer.scan is None:
-        layers_of.setdefault(model.leaves[leaf].path.rpartition("/")[0], set()).add(count)
-    count += layer.length
-  outer = {module for leaf in model.leaves for module in ["", *_modules_of(leaf.path)[:-1]]}
-  shared = {i: scan for scan in model.layer_scans for i in _places.shared_leaves(model, scan)}
-  for leaf, place in model.order.items():
-    if leaf in by_leaf:
-      continue
-    module = model.leaves[leaf].path.rpartition("/")[0]
-    siblings = layers_of.get(module, set())
-    if leaf in is_before or (is_before and place < first):
-      by_leaf[leaf] = [0]
-    elif len(siblings) == 1 and module not in outer:
-      by_leaf[leaf] = [min(siblings)]
-    else:
-      begun = [row for row in begins if row[0] < place] or begins[:1] or [(0, 0, 0)]
-      _, begin, end = max(begun)
-      by_leaf[leaf] = [begin if leaf in shared else end]
-  return _places.Blocks(by_leaf, max(count, 1), origin)
-
-
-def _modules_of(path: str) -> list[str]:
-  """Returns the paths of the modules that enclose a leaf, from the outermost on."""
-  names = path.split("/")[:-1]
-  return ["/".join(names[:end]) for end in range(1, len(names) + 1)]
+  for module in modules.keys() - {name.rpartition("/")[0] for name in modules}:
+    numbers = {layer_of[i] for i in modules[module] if i in layer_of}
+    if len(numbers) == 1 and layers[number := numbers.pop()].scan is None:
+      whole[number] = _traced_leaves.Part(whole[number].leaves | modules[module])
+  return _places.place(model, [whole], origin, are_all=True)

@@ -288,6 +288,18 @@ def test_a_vector_at_the_root_is_grouped_by_its_use(scanned):
 KERNEL, VECTOR = jnp.eye(WIDTH), jnp.ones(WIDTH)
 
 
+def test_a_scale_before_a_stack_is_with_its_first_layer():
+  params = {"after": VECTOR, "before": VECTOR, "stack": jnp.stack([KERNEL] * 3)}
+
+  def loss(params, x):
+    x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x * params["before"], params["stack"])
+    return jnp.mean(x * params["after"])
+
+  layers = [LayerSlice("stack", 0, i, i + 1) for i in range(3)]
+  plan = optax_boost.layer_groups(loss, params, X)
+  assert plan.groups == (("before", layers[0]), (layers[1],), (layers[2], "after"))
+
+
 def groups_in_order(params, names, **options):
   return plan_in_order(params, names, **options).groups
 
