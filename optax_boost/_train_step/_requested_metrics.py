@@ -16,7 +16,7 @@ _INJECTED = (optax.InjectStatefulHyperparamsState, optax.InjectHyperparamsState)
 
 def check_names(names: _types.Unchecked) -> tuple[str, ...]:
   """Returns the names of the metrics; raises TypeError or ValueError if one is unknown."""
-  if isinstance(names, str) or not isinstance(names, Sequence):
+  if not isinstance(names, list | tuple):
     raise TypeError(
       '`metrics` must be a tuple of names, as in metrics=("gradient_norm", "learning_rate"); got'
       f" {_checks.shorten(names)}."
