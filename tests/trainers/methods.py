@@ -105,7 +105,7 @@ def _for_two_steps() -> optax.GradientTransformation:
 
 def _groups(program: Program) -> list[str]:
   """The first layers and a later leaf, with all others, which no pattern matches."""
-  return [program.first, program.kernel or "auto_scale"]
+  return [program.first, program.kernel or program.vectors]
 
 
 def _optax_lars(program: Program) -> optax.GradientTransformation:
