@@ -669,7 +669,7 @@ def test_a_subspace_fits_whatever_the_arrays_of_the_params_are_wrapped_in():
   found = tx.init(state).basis
   # Variables tell of the params' shapes.
   chex.assert_trees_all_equal(found, tx.init(pure).basis)
-  part = optax.masked(tx, optax_boost.path_mask("0/kernel")).init(state).inner_state.basis
+  part = optax.masked(tx, optax_boost.path_mask("layers/0/kernel")).init(state).inner_state.basis
   assert [leaf.shape for leaf in jax.tree.leaves(part)] == [(2, 6, 4)]
   # Neither less nor more than the params have.
   for params in (pure | {"more": jnp.ones(3)}, {"layers": {0: pure["layers"][0]}}):
