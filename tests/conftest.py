@@ -60,7 +60,7 @@ os.environ.setdefault("JAX_DEFAULT_MATMUL_PRECISION", "highest")
 os.environ.setdefault("MPLBACKEND", "Agg")
 # Tracebacks of the line that traced each operation take a sixth of the time to lower and compile.
 os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
-# JAX looks up the file of each frame that an error passes, to hide frames of its own: 20 ms an error.
+# JAX looks up the file of each frame that an error passes, to hide its own frames: 20 ms an error.
 os.environ.setdefault("JAX_TRACEBACK_FILTERING", "off")
 # The tests build the same small programs over and over. All processes of a run share them on disk,
 # so each is compiled once. JAX_COMPILATION_CACHE_DIR names a folder that keeps them for later runs.
