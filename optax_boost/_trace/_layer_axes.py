@@ -178,22 +178,23 @@ def layer_axes(
   result as the argument `layers` of the methods. The loss is traced, not computed, so arrays may be
   abstract.
 
-  The operation that first combines a leaf with data tells the roles of the leaf's axes. The fan-in
-  are the axes that a matrix product or a convolution sums over. An axis holds layers if every use
-  of the leaf takes one entry along it by a number that the program counts (a scan, the counter of a
-  loop, all numbers from 0 in Python), or carries it through ``vmap``. Kernels that data selects,
-  as those of experts, count as layers, too. All other axes are outputs. So tables, of which the
-  program reads many rows at a time, are one layer. Embeddings, whose rows are looked up, have no
-  fan-in, nor have leaves that are named as biases. If a kernel is multiplied with an input that is
-  not data (noise, constants, learned queries), the fan-in are the axes that this product sums over.
-  If both operands are params, the second is the kernel, unless only the first is named kernel or
-  weight.
+  The operation that first combines a leaf with data tells the roles of the leaf's axes, except that
+  data may scale or mask a kernel before (styles, pruning masks). The fan-in are the axes that a
+  matrix product or a convolution sums over. An axis holds layers if every use of the leaf takes one
+  entry along it by a number that the program counts (a scan, the counter of a loop, all numbers
+  from 0 in Python), or carries it through ``vmap``. Kernels that data selects, as those of experts,
+  count as layers, too. All other axes are outputs. So tables, of which the program reads many rows
+  at a time, are one layer. Embeddings, whose rows are looked up, have no fan-in, nor have leaves
+  that are named as biases. If a kernel is multiplied with an input that is not data (noise,
+  constants, learned queries), the fan-in are the axes that this product sums over. If both operands
+  are params, the second is the kernel, unless only the first is named kernel or weight.
 
   Args:
     loss_fn: the loss, as ``loss_fn(params, *args)``; aux is ignored.
     params: the params.
     *args: the loss's other arguments: statistics, batch, rng. A loss from ``nnx.split_loss`` or
-      ``linen.split_loss`` takes its model state first.
+      ``linen.split_loss`` takes its model state first. All other arrays count as data, so let the
+      loss close over weights that are added to kernels, such as those that adapters adapt.
     axes: for leaves whose axes the trace does not tell, or tells wrong: a dict from patterns (see
       :func:`path_mask`) to ``"layers"``, ``"fan-in"`` or ``"outputs"`` for each axis.
     axis_name: the axis, or axes, of ``vmap``, ``pmap`` or ``shard_map`` that the loss reduces over
@@ -268,7 +269,7 @@ def describe(findings: _leaf_uses.Findings) -> LayerAxes:
   """Describes the leaves of a traced loss."""
   uses: list[list[_uses.Use]] = [[] for _ in findings.paths]
   experts = {use.leaf for use in findings.expert_uses}
-  all_uses = (*findings.early_uses, *itertools.chain(*findings.uses), *findings.expert_uses)
+  all_uses = (*findings.expert_uses, *findings.early_uses, *itertools.chain(*findings.uses))
   for use in (*all_uses, *findings.unknown_uses):
     # Data looks up the kernels of experts, as rows of a table, but they are used in products.
     if use.leaf not in experts or use.kind in (UseKind.CONTRACTED, UseKind.UNKNOWN):

@@ -31,7 +31,7 @@ class Findings(NamedTuple):
     shapes: the shape of each leaf.
     uses: for each equation in which leaves meet data, its uses of leaves; penalties come last.
     early_uses: the uses of kernels in products without data, and of leaves as inputs of kernels.
-    expert_uses: the uses of kernels that data has looked up.
+    expert_uses: the uses of kernels that data has looked up or scaled.
     unknown_uses: the equations whose results have no axis map of a leaf that an operand has.
     batch_axes: for each leaf, the axes along which each slice of the data has a separate kernel
       (experts, ``vmap``). In a product with the kernels, such an axis is a batch dimension. Leaves

@@ -39,7 +39,7 @@ class Value(NamedTuple):
     counted: whether the value is computed from numbers of the program alone, as a loop's counter.
     numbers: these numbers, if the trace tells them (``_numbers``).
     axis_maps: the axis maps of leaves that have not met data, and of kernels that data has looked
-      up, such as the kernels of experts.
+      up or scaled, such as the kernels of experts.
   """
 
   labels: tuple[int, ...]
@@ -104,7 +104,7 @@ class LeafWalk(_jaxpr.Interpreter[Value]):
       a conditional use.
     inputs: the first use of each leaf that was part of a kernel's input, or that data has looked
       up, by leaf.
-    expert_uses: the uses of kernels that data has looked up.
+    expert_uses: the uses of kernels that data has looked up or scaled.
     unknown_uses: the equations whose results have no axis map of a leaf that an operand has.
     scans: the scans over layers.
     meetings: the first meeting with data of each leaf's entries.
@@ -386,24 +386,27 @@ class LeafWalk(_jaxpr.Interpreter[Value]):
       inputs_of_kernels = []
       if product is not None and operand < 2 and not value.data:
         inputs_of_kernels = _uses.inputs_of_kernels(
-          value.axis_maps, product.contracted[operand], self._named_kernels
+          value.axis_maps, product, operand, self._named_kernels
         )
       for axis_map in value.axis_maps:
         if value.data:
           self._note_input(axis_map)
-        use = _uses.in_equation(equation, operand, axis_map, product)
+        use = _uses.in_equation(equation, operand, axis_map, product, value.data)
         if axis_map in inputs_of_kernels:
           kind = UseKind.ENTRYWISE if axis_map.has_inputs else UseKind.INPUT
           use = _uses.of_entries(axis_map, kind)
         elif use.kind == UseKind.CONTRACTED and product is not None:
           other = inputs[1 - operand]
-          # The value holds slices of a leaf that data has looked up. They are kernels of experts
-          # if the other operand is data, too. Otherwise, they are embeddings.
-          if value.data and not other.data:
+          # The value holds a leaf that data has scaled, or slices that data has looked up. It is a
+          # kernel if the other operand is data, too. Otherwise, it is an embedding.
+          if value.data and not (other.data or product.window):
             continue
           self._note_product(product, operand, inputs)
           if value.data:
             self.expert_uses.append(use)
+            # The leaf has met a mask or an index before. Now it meets its input.
+            self.upstream[use.leaf] |= other.met
+            self.ever_upstream[use.leaf] |= other.met
         if not value.data:
           uses.append(use)
     uses += [Use(leaf, UseKind.UNCLEAR) for leaf in met - {use.leaf for use in uses}]
@@ -471,6 +474,22 @@ class LeafWalk(_jaxpr.Interpreter[Value]):
       self._contracted |= {value.labels[dim] for dim in dims}
 
 
+def _is_scaled(equation: _types.Equation, operand: int, axis_map: AxisMap) -> bool:
+  """Returns whether a result is an operand's leaf, scaled or masked by other operands, or moved.
+
+  The operand has the shape of the result, as a kernel beside a mask, or the others are equal along
+  an axis of the leaf, as styles of StyleGAN are. Else, the leaf may scale activations.
+  """
+  if equation.primitive.name not in _primitives.SCALING or axis_map.contracted:
+    return False
+  shapes = [atom.aval.shape for atom in equation.invars]
+  is_scaled = len(shapes) == 1 or shapes[operand] == equation.outvars[0].aval.shape
+  return len(axis_map.axes()) > 1 and (
+    is_scaled
+    or any(size == 1 for shape in shapes for i, size in enumerate(shape) if axis_map.axes([i]))
+  )
+
+
 def _as_bits(leaves: Iterable[int]) -> int:
   return functools.reduce(operator.or_, (1 << leaf for leaf in leaves), 0)
 
@@ -480,14 +499,16 @@ def _result_axis_maps(
 ) -> tuple[AxisMap, ...]:
   """Returns the axis maps of the equation's result number `result`."""
   by_data = _primitives.rule_of(equation).is_lookup and not all(v.counted for v in inputs[1:])
-  # A kernel that data has looked up keeps its axis map until the kernel meets other data.
+  # A kernel that data has looked up keeps its axis map until the kernel meets other data. A leaf
+  # that data has scaled or masked keeps its map while it is only scaled.
   meets = any(v.data for v in inputs) and not by_data
   stay = _primitives.product_of(equation) is None and all(v.axis_maps or not v.data for v in inputs)
   found = []
   for operand, value in enumerate(inputs):
-    if meets and not (value.data and stay):
-      continue
     for axis_map in value.axis_maps:
+      is_kept = value.data and stay and axis_map.gathered
+      if meets and not (is_kept or _is_scaled(equation, operand, axis_map)):
+        continue
       moved = _primitives.move(equation, operand, axis_map, result, by_data)
       if moved is not None and moved.picks != axis_map.picks:
         indices = _numbers.picked(equation, result, [v.numbers for v in inputs])

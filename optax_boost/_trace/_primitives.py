@@ -350,6 +350,11 @@ RULES: dict[str, Rule] = {
   "conv_general_dilated": _product_rule(_convolution),
 }
 _UNKNOWN = Rule(None)
+# After these primitives, a kernel that data has scaled or masked is still a kernel.
+SCALING = (
+  *("mul", "div", "neg", "select_n", "convert_element_type"),
+  *("broadcast_in_dim", "reshape", "squeeze", "transpose"),
+)
 
 
 def rule_of(equation: _types.Equation) -> Rule:

@@ -47,15 +47,19 @@ class Use(NamedTuple):
 
 
 def in_equation(
-  equation: _types.Equation, operand: int, axis_map: AxisMap, product: _primitives.Product | None
+  equation: _types.Equation,
+  operand: int,
+  axis_map: AxisMap,
+  product: _primitives.Product | None,
+  is_data: bool = False,
 ) -> Use:
   """Returns how an equation uses a leaf.
 
-  `axis_map` is the map of the leaf in the operand with the index `operand`. `product` has the roles
-  of the dimensions if the equation is a product.
+  `axis_map` is the map of the leaf in the operand with the index `operand`, which is data if
+  `is_data`. `product` has the roles of the dimensions if the equation is a product.
   """
   if product is not None and operand < 2:
-    return _in_product(axis_map, operand, product)
+    return _in_product(axis_map, operand, product, is_data)
   rule = _primitives.rule_of(equation)
   if rule.is_lookup and operand == 0 and not axis_map.contracted:
     moved = _primitives.move(equation, 0, axis_map, 0, by_data=True)
@@ -70,7 +74,9 @@ def of_entries(axis_map: AxisMap, kind: UseKind = UseKind.ENTRYWISE) -> Use:
   return Use(axis_map.leaf, kind, stacked=stacked, picks=axis_map.picks)
 
 
-def _in_product(axis_map: AxisMap, operand: int, product: _primitives.Product) -> Use:
+def _in_product(
+  axis_map: AxisMap, operand: int, product: _primitives.Product, is_data: bool
+) -> Use:
   contracted = axis_map.axes(product.contracted[operand])
   batch = axis_map.axes(product.batch[operand])
   window = axis_map.axes(product.window) if operand == 1 else _NO_AXES
@@ -80,7 +86,7 @@ def _in_product(axis_map: AxisMap, operand: int, product: _primitives.Product) -
     joined, is_depthwise = _joined_kernels(axis_map, product)
     batch, outputs = batch | joined, outputs - joined
     contracted = window if is_depthwise else contracted
-  if contracted & (outputs | batch) or (axis_map.gathered and not outputs):
+  if contracted & (outputs | batch) or (is_data and not outputs):
     return Use(axis_map.leaf, UseKind.UNCLEAR)
   fan_in, kind = contracted, UseKind.CONTRACTED
   if not contracted:
@@ -157,14 +163,20 @@ def kernel_of(
 
 
 def inputs_of_kernels(
-  maps: Sequence[AxisMap], contracted: Sequence[int], named_kernels: frozenset[int]
+  maps: Sequence[AxisMap],
+  product: _primitives.Product,
+  operand: int,
+  named_kernels: frozenset[int],
 ) -> list[AxisMap]:
   """Returns those axis maps of an operand whose leaves are not kernels in a product with data.
 
-  The product sums over the operand's dimensions `contracted`. If only outputs of kernels run along
-  these dimensions, the operand is an activation, and none of its leaves is a kernel of this
-  product. In any other operand, only the scales (see `is_scale`) are not kernels.
+  If only outputs of kernels run along the dimensions of the operand that the product sums over, the
+  operand is an activation, and none of its leaves is a kernel of this product. The first operand of
+  a convolution is one, too. In any other operand, only the scales (see `is_scale`) are not kernels.
   """
+  if product.window and operand == 0:
+    return list(maps)
+  contracted = product.contracted[operand]
   with_inputs = [m for m in maps if m.has_inputs]
   is_product = kernels(maps, contracted) or (
     len(with_inputs) == len(maps) and free_dims(maps, contracted)

@@ -180,6 +180,93 @@ def test_a_router_is_one_kernel_although_experts_lie_along_its_outputs():
   }
 
 
+def by_style(w, x, style):
+  """Of StyleGAN 2: each example's style scales the kernel, and a norm makes up for it."""
+  modulated = w[None] * style[:, None, None, :, None]
+  modulated *= jax.lax.rsqrt(jnp.sum(modulated**2, (1, 2, 3), keepdims=True) + 1e-8)
+  kernel = jnp.transpose(modulated, (1, 2, 3, 0, 4)).reshape(*w.shape[:3], -1)
+  together = jnp.transpose(x, (1, 2, 0, 3)).reshape(1, *x.shape[1:3], -1)
+  numbers = ("NHWC", "HWIO", "NHWC")
+  y = jax.lax.conv_general_dilated(
+    together, kernel, (1, 1), "SAME", dimension_numbers=numbers, feature_group_count=len(x)
+  )
+  return jnp.transpose(y.reshape(*x.shape[1:3], len(x), -1), (2, 0, 1, 3))
+
+
+def test_kernels_that_each_example_scales_have_a_fan_in_and_the_constant_they_begin_with_has_none():
+  params = {"const": jnp.ones((1, 6, 6, 4)), "affine": jnp.ones((8, 4))}
+  params |= {"first": jnp.ones((3, 3, 4, 4)), "second": jnp.ones((3, 3, 4, 5))}
+
+  def loss_fn(p, x):
+    style = x @ p["affine"]
+    h = by_style(p["first"], jnp.tile(p["const"], (len(x), 1, 1, 1)), style)
+    return jnp.sum(by_style(p["second"], jnp.tanh(h), style))
+
+  convs = ((0, 1, 2), ())
+  assert axes(loss_fn, params, X) == {
+    "const": ((), ()),
+    "affine": ((0,), ()),
+    "first": convs,
+    "second": convs,
+  }
+
+
+def test_tables_that_scale_activations_or_scores_have_no_fan_in():
+  """Data then sum over positions, as over the inputs of a kernel."""
+  params = {"gain": jnp.ones((5, 8)), "decay": jnp.ones((2, 5, 5)), "pool": jnp.ones((8, 1))}
+
+  def loss_fn(p, x):
+    heads = x.reshape(2, 5, 2, 4)
+    scores = jnp.einsum("bqhd,bkhd->bhqk", heads, heads) * p["decay"]
+    x += jnp.einsum("bhqk,bkhd->bqhd", scores, heads).reshape(x.shape)
+    weights = jax.nn.softmax(x @ p["pool"], axis=1)[..., 0]
+    return jnp.sum(jnp.einsum("bt,btd->bd", weights, x * p["gain"]))
+
+  found = axes(loss_fn, params, SEQUENCE)
+  assert {name: fan_in for name, (fan_in, _) in found.items()} == {
+    "gain": (),
+    "decay": (),
+    "pool": (0,),
+  }
+
+
+@pytest.mark.parametrize(
+  "masked", [lambda w, m: w * m, lambda w, m: jnp.where(m > 0, w, 0.0)], ids=["times", "where"]
+)
+def test_kernels_with_masks_among_the_arguments_have_a_fan_in_and_are_layers_in_a_row(masked):
+  params = {"first": jnp.ones((8, 6)), "many": jnp.ones((3, 6, 6)), "last": jnp.ones((6, 2))}
+
+  def loss_fn(p, masks, x):
+    layer = lambda h, pair: (jnp.tanh(h @ masked(*pair)), None)  # noqa: E731
+    h, _ = jax.lax.scan(layer, x @ masked(p["first"], masks["first"]), (p["many"], masks["many"]))
+    return jnp.sum(h @ masked(p["last"], masks["last"]))
+
+  assert axes(loss_fn, params, params, X) == {
+    "first": ((0,), ()),
+    "many": ((1,), (0,)),
+    "last": ((0,), ()),
+  }
+  plan = optax_boost.layer_groups(loss_fn, params, params, X)
+  layers = [("many[0:1]",), ("many[1:2]",), ("many[2:3]",)]
+  assert [tuple(map(str, group)) for group in plan.groups] == [("first",), *layers, ("last",)]
+
+
+def test_the_vector_of_a_spectral_norm_among_the_arguments_is_no_input_of_the_kernel():
+  params = {"kernel": jnp.ones((8, 6)), "head": jnp.ones((6, 2))}
+
+  def normalized(w, u):
+    v = u @ w.T
+    v /= jnp.linalg.norm(v)
+    u = v @ w
+    u, v = jax.lax.stop_gradient((u / jnp.linalg.norm(u), v))
+    return w / (v @ w @ u)
+
+  def loss_fn(p, u, x):
+    return jnp.sum(jnp.tanh(x @ normalized(p["kernel"], u)) @ p["head"])
+
+  assert axes(loss_fn, params, jnp.ones(6), X) == {"kernel": ((0,), ()), "head": ((0,), ())}
+
+
 class SideBySide(nnx.Module):
   """Layers made and run by ``nnx.vmap``."""
 
