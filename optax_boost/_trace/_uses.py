@@ -195,10 +195,11 @@ def _joined_kernels(axis_map: AxisMap, product: _primitives.Product) -> tuple[Ax
   ((_, outputs),) = (source for sources in product.sources for source in sources if source[0] == 1)
   groups, joined = product.groups, set()
   # `vmap` over kernels merges the axis of the kernels into the axis of the outputs, of which it is
-  # the outer part. Each kernel is a group of the convolution.
-  for part in axis_map.dims[outputs][:-1]:
+  # the outer part. If the kernels have separate inputs, each is a group of the convolution.
+  parts = axis_map.dims[outputs]
+  for part in parts[:-1]:
+    joined |= {part.axis} - {_axis_map.NO_AXIS, parts[-1].axis}
     if groups % part.size == 0:
       groups //= part.size
-      joined |= {part.axis} - {_axis_map.NO_AXIS}
   inputs_of_group = _axis_map.size_of(axis_map.dims[product.contracted[1][0]])
   return frozenset(joined), groups > 1 and inputs_of_group == 1

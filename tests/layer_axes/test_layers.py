@@ -136,6 +136,21 @@ def test_stacked_experts(loss_fn):
   assert found["bias"] == ((), () if loss_fn is by_ragged_dot else (0,))
 
 
+def test_convolutions_of_members_that_see_the_same_images_are_layers():
+  params = {"first": jnp.ones((3, 3, 3, 4, 6)), "second": jnp.ones((3, 3, 3, 6, 5))}
+
+  def member(p, x):
+    for kernel in (p["first"], p["second"]):
+      numbers = ("NHWC", "HWIO", "NHWC")
+      x = jnp.tanh(jax.lax.conv_general_dilated(x, kernel, (1, 1), "SAME", None, None, numbers))
+    return jnp.sum(x)
+
+  def loss_fn(p, x):
+    return jnp.sum(jax.vmap(member, (0, None))(p, x))
+
+  assert axes(loss_fn, params, IMAGE) == dict.fromkeys(params, ((1, 2, 3), (0,)))
+
+
 def test_experts_that_each_token_looks_up():
   params = {"up": jnp.ones((3, 8, 6)), "bias": jnp.ones((3, 6)), "down": jnp.ones((3, 6, 8))}
   found = axes(by_lookup, params, X)
