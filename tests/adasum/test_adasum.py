@@ -58,8 +58,7 @@ def norm(*xs):
 
 
 def mesh_of(*sizes, names=("replicas", "near")):
-  devices = np.array(meshes.devices(math.prod(sizes))).reshape(sizes)
-  return jax.sharding.Mesh(devices, names[: len(sizes)])
+  return meshes.mesh(sizes, names[: len(sizes)])
 
 
 TX = optax_boost.adasum("replicas")

@@ -9,6 +9,7 @@ import sys
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
+# Each process has as many of its own, whatever the tests have.
 DEVICES = "--xla_force_host_platform_device_count=2"
 
 

@@ -137,6 +137,21 @@ def test_flax_is_imported_in_two_packages_only(path):
   assert uses == (room(path) in FLAX and path.name != "__init__.py")
 
 
+# Where meshes are made in the tests. Elsewhere a mesh of more devices than there are would fail
+# instead of skipping its test; the last two are programs that choose how many devices they have.
+MAKE_MESHES = {"meshes.py", "contract/processes.py", "xla/checks.py"}
+
+
+def test_tests_make_their_meshes_in_one_place():
+  folder = ROOT / "tests"
+  found = {
+    path.relative_to(folder).as_posix()
+    for path in folder.rglob("*.py")
+    if re.search(r"\bmake_mesh\(|\bMesh\(", path.read_text(encoding="utf-8"))
+  }
+  assert found == MAKE_MESHES
+
+
 def run_python(code, folder, **environment):
   result = subprocess.run(
     [sys.executable, "-c", code],

@@ -11,6 +11,7 @@ import pytest
 
 import optax_boost
 from optax_boost import nnx as ob_nnx
+from tests import meshes
 
 KEY = jax.random.key(0)
 X = jnp.ones((2, 8))
@@ -390,7 +391,7 @@ with_vjp.defvjp(lambda p, x: (dense(p, x), None), lambda _, g: (g, g))
 
 
 def in_shard_map(p, x):
-  mesh = jax.sharding.Mesh(jax.devices()[:1], ("data",))
+  mesh = meshes.mesh((1,), ("data",))
   specs = (jax.sharding.PartitionSpec(), jax.sharding.PartitionSpec("data"))
   return jax.shard_map(dense, mesh=mesh, in_specs=specs, out_specs=specs[1])(p, x)
 

@@ -14,6 +14,7 @@ import pytest
 
 import optax_boost
 from optax_boost import LayerSlice
+from tests import meshes
 
 X = jnp.ones((2, 4))
 RNG = np.random.default_rng(0)
@@ -581,7 +582,7 @@ def test_parts_of_a_slice_of_a_scan_are_no_layers():
 
 def test_layers_of_a_shard_are_layers():
   params = {"w": kernel(4, 8, 8), "head": kernel(8, 2)}
-  mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("data",))
+  mesh = meshes.mesh((1,), ("data",))
   everywhere = jax.sharding.PartitionSpec()
 
   def loss(params, x):
