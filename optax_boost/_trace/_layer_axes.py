@@ -311,8 +311,8 @@ def _axes(
   is_kernel = not is_bias and not (is_table and use.kind == UseKind.GENERATED)
   fan_in, window = (use.fan_in, use.window) if is_kernel else (frozenset(), frozenset())
   stacked = _stacked(telling, shape) - use.fan_in
-  # Experts lie along the outputs of a router, too, which is one kernel: a slice has no outputs.
-  if every - stacked - batch - fan_in:
+  # Experts lie along the outputs of a router, too. Slices of its kernel and bias have no outputs.
+  if every - stacked - batch - fan_in or not (fan_in or is_bias):
     stacked |= batch - use.fan_in
   outputs = every - stacked - fan_in
   return Axes(*(tuple(sorted(axes)) for axes in (fan_in, stacked, outputs, window)))

@@ -137,6 +137,16 @@ def test_stacked_experts(loss_fn):
   assert found["bias"] == ((), () if loss_fn is by_ragged_dot else (0,))
 
 
+def test_a_number_of_each_member_of_an_ensemble_is_a_layer():
+  params = {"up": jnp.ones((3, 8, 6)), "slope": jnp.ones(3), "down": jnp.ones((3, 6, 8))}
+
+  def loss_fn(p, x):
+    member = lambda p: jax.nn.leaky_relu(x @ p["up"], p["slope"]) @ p["down"]  # noqa: E731
+    return jnp.sum(jax.vmap(member)(p))
+
+  assert axes(loss_fn, params, X)["slope"] == ((), (0,))
+
+
 def test_convolutions_of_members_that_see_the_same_images_are_layers():
   params = {"first": jnp.ones((3, 3, 3, 4, 6)), "second": jnp.ones((3, 3, 3, 6, 5))}
 
