@@ -157,7 +157,7 @@ class Sequences:
       _warm_cosine(),
     )
     self.step = optax_boost.make_train_step(plan.model.loss, tx)
-    self.loss = jax.jit(plan.model.loss)
+    self.init, self.loss = jax.jit(plan.model.init), jax.jit(plan.model.loss)
     self._cut = jax.jit(self._batch, static_argnums=(2, 3))
 
   def _batch(self, text: jax.Array, seed: Any, count: int, length: int) -> jax.Array:
@@ -171,7 +171,7 @@ class Sequences:
 
   def start(self, seed: int, peak: float, steps: int) -> Any:
     """The state before a training of so many steps."""
-    state = self.step.init(self.plan.model.init(jax.random.key(seed)))
+    state = self.step.init(self.init(jax.random.key(seed)))
     opt_state = optax.tree.set(state.opt_state, peak=jnp.float32(peak), total=jnp.float32(steps))
     return state._replace(opt_state=opt_state)
 
