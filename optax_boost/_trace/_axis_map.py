@@ -79,10 +79,12 @@ class AxisMap(NamedTuple):
 
     The axis may be split in two, of which an outer scan has sliced the outer part.
     """
-    ((axis, _), *others) = self.dims[0]
+    if len(self.dims[0]) != 1:
+      return None
+    axis = self.dims[0][0].axis
     is_whole = not self.picks and is_axis(self.dims[0], shape)
     is_rest = self.picks == {Pick(axis)} and axis not in self.axes(range(1, len(self.dims)))
-    return axis if not others and (is_whole or is_rest) else None
+    return axis if is_whole or is_rest else None
 
   def is_part_of(self, other: "AxisMap") -> bool:
     """Returns whether this map tells only a part of what `other` tells of the same leaf.

@@ -382,6 +382,16 @@ def test_layers_taken_one_by_one(loss_fn):
   assert found == {"w": ((1,), (0,))}
 
 
+def test_kernels_that_one_loop_makes_for_another_one():
+  def loss_fn(p, x):
+    many = jax.lax.map(lambda w: w / jnp.linalg.norm(w), p["many"])
+    one = jax.lax.map(lambda i: i * p["one"], jnp.arange(2.0))
+    return jnp.sum(jax.lax.scan(lambda h, w: (h @ w[0] @ w[1], None), x, (many, one))[0])
+
+  found = axes(loss_fn, {"many": jnp.ones((2, 8, 8)), "one": jnp.ones((8, 8))}, X)
+  assert found == {"many": ((1,), (0,)), "one": ((0,), ())}
+
+
 def dense(p, x):
   return x @ p["w"] + p["b"]
 
