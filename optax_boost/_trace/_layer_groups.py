@@ -37,7 +37,7 @@ class LayerSlice(NamedTuple):
   stop: int
 
   def __str__(self) -> str:
-    return f"{self.path}[{':, ' * self.axis}{self.start}:{self.stop}]"
+    return f"{_paths.leaf_name(self.path)}[{':, ' * self.axis}{self.start}:{self.stop}]"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +73,7 @@ class LayerGroups:
       never = ", never frozen" if index == len(self.groups) - 1 else ""
       lines.append(
         f"group {index}: {size:,} parameters ({100 * size / total:.1f} %){never}: "
-        + ", ".join(map(str, entries))
+        + ", ".join(_paths.leaf_name(str(entry)) for entry in entries)
       )
     if self.unused:
       lines.append("not used by the loss, so never frozen: " + ", ".join(self.unused))

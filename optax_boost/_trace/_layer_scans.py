@@ -38,7 +38,7 @@ class Meeting(NamedTuple):
   Attributes:
     leaf: the leaf's number.
     picks: the entries of the leaf that the equation gets; empty for a whole leaf.
-    loop: in which loop the equation is, or None.
+    loop: the number of the loop in which the equation is, or None.
     is_upstream: whether the data were computed with the leaf.
   """
 
@@ -51,7 +51,7 @@ class Meeting(NamedTuple):
 def find_indexed(
   meetings: Sequence[Meeting],
   shapes: Sequence[tuple[int, ...]],
-  shared_by: Mapping[int | None, frozenset[int]],
+  shared_by: Sequence[frozenset[int]],
 ) -> list[LayerScan]:
   """Returns the layers that the program takes by an index, of leaves that meet data so alone.
 
@@ -89,7 +89,7 @@ def find_indexed(
   return [
     LayerScan(
       tuple(sorted(axes.items())),
-      shared_by.get(loop, frozenset()).difference(axes),
+      (frozenset() if loop is None else shared_by[loop]).difference(axes),
       length,
       reverse,
     )

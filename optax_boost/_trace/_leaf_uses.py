@@ -104,7 +104,7 @@ def _findings(walk: _leaf_walk.LeafWalk, paths: list[str]) -> Findings:
     [as_set(found.get(leaf, 0)) for leaf in range(len(paths))]
     for found in (walk.upstream, walk.ever_upstream)
   )
-  shared_by = {loop: as_set(leaves) for loop, leaves in walk.shared_by.items()}
+  shared_by = list(map(as_set, walk.shared_by))
   scanned = {leaf for scan in walk.scans for leaf in scan.axis_of}
   indexed = _layer_scans.find_indexed([*walk.meetings.values()], walk.shapes, shared_by)
   return Findings(
@@ -120,7 +120,7 @@ def _findings(walk: _leaf_walk.LeafWalk, paths: list[str]) -> Findings:
     ever_upstream=ever_upstream,
     recurrent=[
       leaves
-      for leaves in dict.fromkeys(shared_by.values())
+      for leaves in dict.fromkeys(shared_by)
       if any(leaf in ever_upstream[leaf] for leaf in leaves)
     ],
   )

@@ -55,7 +55,7 @@ class Value(NamedTuple):
 def _unique(axis_maps: Iterable[AxisMap]) -> tuple[AxisMap, ...]:
   """Returns each map once, without the maps that tell only a part of what another map tells.
 
-  Maps that differ only in the entries that constants chose are joined.
+  Maps that differ only in the indices of the entries that the program took are joined.
   """
   given = tuple(axis_maps)
   if len(given) < 2:
@@ -111,7 +111,7 @@ class LeafWalk(_jaxpr.Interpreter[Value]):
     num_meetings: the number of equations in which a leaf meets data for the first time.
     upstream: for each leaf, the leaves upstream of its first use, as in :attr:`Value.met`.
     ever_upstream: for each leaf, the leaves upstream of any of its uses.
-    shared_by: for each loop, the leaves that all its iterations use.
+    shared_by: for each loop, in the order of the program, the leaves that all its iterations use.
     shapes: the shape of each leaf.
   """
 
@@ -128,9 +128,9 @@ class LeafWalk(_jaxpr.Interpreter[Value]):
     self.num_meetings = 0
     self.upstream: dict[int, int] = {}
     self.ever_upstream: dict[int, int] = {}
-    self.shared_by: dict[int | None, int] = {}
+    self.shared_by: list[int] = []
     self.shapes: list[tuple[int, ...]] = []
-    # The innermost loop, and the leaves that have met data in it.
+    # The number of the innermost loop, and the leaves that have met data in it.
     self._loop: int | None = None
     self._met_in_loop = 0
     self._labels = _Labels()
@@ -242,9 +242,12 @@ class LeafWalk(_jaxpr.Interpreter[Value]):
     arguments += [self._slice(value, is_reversed) for value in inputs[carry.stop :]]
     self._note_scan(equation, inputs, carry)
     outer = self._loop, self._met_in_loop
-    self._loop, self._met_in_loop = id(equation), 0
-    noted: list[list[Any]] = [self.uses, self.early_uses, self.expert_uses, self.scans]
-    noted.append(self.unknown_uses)
+    # Calls of one jitted function share their equations, so the place in the program numbers loops.
+    self._loop = loop = len(self.shared_by)
+    self._met_in_loop = 0
+    self.shared_by.append(0)
+    noted: list[list[Any]] = [self.uses, self.early_uses, self.expert_uses, self.unknown_uses]
+    noted += [self.scans, self.shared_by]
     lengths = list(map(len, noted))
 
     def run_iteration(inputs: list[Value]) -> list[Value]:
@@ -258,8 +261,7 @@ class LeafWalk(_jaxpr.Interpreter[Value]):
 
     outputs = self.find_fixpoint(run_iteration, arguments, carry)
     constants = frozenset().union(*(v.leaves for v in inputs[: carry.start]))
-    if shared := self._met_in_loop & _as_bits(constants):
-      self.shared_by[id(equation)] = shared
+    self.shared_by[loop] = self._met_in_loop & _as_bits(constants)
     self._loop, met = outer
     self._met_in_loop |= met
     carries = carry.stop - carry.start

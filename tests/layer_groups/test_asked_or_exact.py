@@ -428,6 +428,32 @@ def test_groups_of_indexed_layers_freeze_and_decay_as_those_of_a_scan(form):
     np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
+def test_loops_of_a_jitted_function_are_as_many_as_its_calls():
+  @jax.jit
+  def run(stack, h):
+    return jax.lax.fori_loop(0, LAYERS, lambda i, h: jnp.tanh(h @ stack[i]), h)
+
+  params = {name: kernel(LAYERS, 8, 8) for name in ("encoder", "decoder")}
+
+  def loss(params, x):
+    return jnp.mean(run(params["decoder"], run(params["encoder"], x)))
+
+  plan = optax_boost.layer_groups(loss, params, jnp.ones((2, 8)))
+  assert plan.groups == tuple(
+    (LayerSlice(name, 0, i, i + 1),) for name in ("encoder", "decoder") for i in range(LAYERS)
+  )
+
+
+def test_layers_of_params_that_are_one_array_have_a_name():
+  def loss(stack, x):
+    return jnp.mean(jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, stack)[0])
+
+  plan = optax_boost.layer_groups(loss, kernel(2, 8, 8), jnp.ones((2, 8)))
+  assert "never frozen: params[1:2]" in str(plan)
+  whole = optax_boost.layer_groups(lambda w, x: jnp.mean(x @ w), kernel(4, 2), X)
+  assert "never frozen: params\n" in str(whole)
+
+
 @pytest.mark.parametrize("scanned", [False, True])
 def test_two_stacks_in_one_module_are_asked_about_by_different_names(scanned):
   params = {"net": {name: kernel(4, 8, 8) for name in ("a", "a_out", "b", "b_out")}}
