@@ -30,7 +30,7 @@ def call(loss_fn: _types.LossFn, params: optax.Params, *args: _types.Tree) -> An
     if isinstance(error, LookupError | AttributeError) or _MISREAD.search(str(error)):
       # A note, since the error may be of the user's own.
       passed = args[1:] if is_stateful(loss_fn) else (params, *args)
-      types = jax.tree.map(lambda leaf: str(jax.typeof(leaf)), passed)
+      types = jax.tree.map(jax.typeof, passed)  # a class may check the shapes of its leaves
       error.add_note(
         f"`loss_fn` was called with {', '.join(_checks.shorten(tree, 200) for tree in types)}. A"
         " batch reaches the loss as you pass it; read it by the names or numbers that it has."

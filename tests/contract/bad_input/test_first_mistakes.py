@@ -152,10 +152,31 @@ def test_a_loss_that_misreads_its_batch_is_told_what_came(call, loss, batch, err
   with pytest.raises(error) as raised:
     call(loss, batch)
   (note,) = [note for note in raised.value.__notes__ if "`loss_fn`" in note]
-  types = jax.tree.map(lambda x: f"float32[{x.shape[0]},{x.shape[1]}]", batch)
+  types = jax.tree.map(jax.typeof, batch)
   assert f"{types!r}" in note
   assert "Batch(" not in note
   assert "read it by the names or numbers that it has" in note
+
+
+@jax.tree_util.register_pytree_node_class
+class Images:
+  """A batch whose class reads the shape of its leaf."""
+
+  def __init__(self, pixels):
+    self.pixels, self.width = pixels, pixels.shape[1]
+
+  def tree_flatten(self):
+    return (self.pixels,), None
+
+  @classmethod
+  def tree_unflatten(cls, _, children):
+    return cls(*children)
+
+
+def test_a_batch_whose_class_reads_shapes_does_not_hide_the_error_of_the_loss():
+  step = optax_boost.make_train_step(lambda p, batch: batch.labels, optax.sgd(0.1))
+  with pytest.raises(AttributeError, match="'Images' object has no attribute 'labels'"):
+    step(step.init(PARAMS), Images(jnp.ones((4, 3))))
 
 
 def test_another_type_error_of_a_loss_passes_unchanged():
