@@ -250,7 +250,7 @@ class AutoBoost:
       params: the params.
       *args: the loss's other arguments; for a Flax model, the model state, then a batch.
       groups: groups from :func:`layer_groups`, or patterns. None: groups from a trace.
-      layers: axes from :func:`layer_axes`, as if the trace doesn't tell those of a leaf. None: axes
+      layers: axes from :func:`layer_axes`, for a leaf whose axes the trace doesn't tell. None: axes
         from a trace.
 
     Raises:
