@@ -49,7 +49,8 @@ def _learning_rates(opt_state: optax.OptState) -> list[jax.Array]:
   injected: list[Mapping[str, jax.Array]] = [
     node.hyperparams for node in _trees.nodes(opt_state) if isinstance(node, _INJECTED)
   ]
-  rates = [hyperparams[_LEARNING_RATE] for hyperparams in injected if _LEARNING_RATE in hyperparams]
+  # Optax keeps a rate in the params' dtype, which may be complex.
+  rates = [jnp.real(each[_LEARNING_RATE]) for each in injected if _LEARNING_RATE in each]
   if not rates:
     raise ValueError(
       'metrics=("learning_rate",) needs a learning rate in the optimizer\'s state, where only'

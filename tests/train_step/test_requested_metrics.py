@@ -231,10 +231,13 @@ def test_sharded_params_and_batches_have_the_norm_of_the_whole():
 
 def test_complex_gradients_count_with_their_magnitudes():
   step = optax_boost.make_train_step(
-    lambda w, batch: jnp.sum(jnp.abs(w - batch) ** 2), optax.sgd(0.1), metrics=BOTH[:1]
+    lambda w, batch: jnp.sum(jnp.abs(w - batch) ** 2),
+    optax.inject_hyperparams(optax.sgd)(learning_rate=0.1),
+    metrics=BOTH,
   )
   _, metrics = step(step.init(jnp.array([3j, 4.0 + 0j])), jnp.zeros(2))
   np.testing.assert_allclose(metrics["gradient_norm"], 10.0, rtol=1e-6)
+  np.testing.assert_allclose(float(metrics["learning_rate"]), 0.1, rtol=1e-6)
 
 
 def test_a_resumed_training_reports_the_rates_of_its_steps():
