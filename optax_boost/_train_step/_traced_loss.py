@@ -5,13 +5,21 @@ that the gradient replaces (:mod:`optax_boost._train_step._replaced_values`).
 """
 
 from collections.abc import Mapping, Sequence
+import functools
 from typing import Any, TypeAlias
 
 import jax
 import optax
 
 from optax_boost._foundation import _batches, _types
-from optax_boost._trace import _frozen_scans, _jaxpr, _layer_axes, _leaf_uses, _sources
+from optax_boost._trace import (
+  _frozen_scans,
+  _jaxpr,
+  _layer_axes,
+  _layer_scans,
+  _leaf_uses,
+  _sources,
+)
 
 # Params and replaced values: a pair.
 Differentiated: TypeAlias = tuple[optax.Params, Sequence[jax.Array]]
@@ -90,10 +98,16 @@ class TracedLoss:
 
   def _layer_axes_of(self, first: int, tree: _types.Tree) -> dict[int, int]:
     """Returns the axes of the layers in `tree`, whose leaves are the inputs from `first` on."""
-    end, (model_state, *data) = first + len(jax.tree.leaves(tree)), self._arguments
+    inputs = range(first, first + len(jax.tree.leaves(tree)))
+    axes = (pair for scan in self._scans for pair in scan.axes)
+    return {leaf - first: axis for leaf, axis in axes if leaf in inputs}
+
+  @functools.cached_property
+  def _scans(self) -> Sequence[_layer_scans.LayerScan]:
+    """Returns the scans over layers of params, replaced values and the model state."""
+    model_state, *data = self._arguments
     leaves = (self._inputs, model_state)
-    scans = _leaf_uses.follow(self.program, leaves, _batches.data_flags(data)).scans
-    return {leaf - first: axis for scan in scans for leaf, axis in scan.axes if first <= leaf < end}
+    return _leaf_uses.follow(self.program, leaves, _batches.data_flags(data)).scans
 
   def _trace(self, inputs: Differentiated) -> tuple[_types.Jaxpr, _types.TreeDef]:
     """Returns the program for inputs of the types of `inputs`, and its output's structure."""
