@@ -118,7 +118,7 @@ The modules, each of which imports those before it:
   _question       asks which blocks are meant, and lists patterns to choose from
   _places         places the leaves beside the blocks of series
   _layers         layers as blocks, in a model without series
-  _blocks         chooses blocks: a series, a chain of layers, or what the user's patterns select
+  _blocks         chooses blocks: a series, a chain of layers, or modules that patterns select
   _position_tables  finds the tables of learned positions
   _layer_groups   ``layer_groups``: makes groups of blocks
   _sources        from which arguments of a program each of its results is computed

@@ -182,7 +182,7 @@ def layer_axes(
   data may scale or mask a kernel before (styles, pruning masks). The fan-in are the axes that a
   matrix product or a convolution sums over. An axis holds layers if every use of the leaf takes one
   entry along it by a number that the program counts (a scan, the counter of a loop, all numbers
-  from 0 in Python), or carries it through ``vmap``. Kernels that data selects, as those of experts,
+  from 0 in Python), or carries it through ``vmap``. Kernels that data selects, such as experts,
   count as layers, too. All other axes are outputs. So tables, of which the program reads many rows
   at a time, are one layer. Embeddings, whose rows are looked up, have no fan-in, nor have leaves
   that are named as biases. If a kernel is multiplied with an input that is not data (noise,
@@ -194,7 +194,7 @@ def layer_axes(
     params: the params.
     *args: the loss's other arguments: statistics, batch, rng. A loss from ``nnx.split_loss`` or
       ``linen.split_loss`` takes its model state first. All other arrays count as data, so let the
-      loss close over weights that are added to kernels, such as those that adapters adapt.
+      loss close over weights that are added to kernels, such as an adapter's base weights.
     axes: for leaves whose axes the trace does not tell, or tells wrong: a dict from patterns (see
       :func:`path_mask`) to ``"layers"``, ``"fan-in"`` or ``"outputs"`` for each axis.
     axis_name: the axis, or axes, of ``vmap``, ``pmap`` or ``shard_map`` that the loss reduces over

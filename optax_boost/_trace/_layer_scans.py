@@ -53,12 +53,12 @@ def find_indexed(
   shapes: Sequence[tuple[int, ...]],
   shared_by: Sequence[frozenset[int]],
 ) -> list[LayerScan]:
-  """Returns the layers that the program takes by an index, of leaves that meet data so alone.
+  """Returns the layers of leaves whose entries meet data one by one, taken by an index.
 
   Leaves are of the same layers if the program takes their entries in the same loop, or if it takes
-  entry i of all of them before entry i + 1 of any. Entries that all get the same data, as experts
-  do, are no layers. `shapes` are those of the leaves, and `shared_by` has the leaves that all
-  iterations of a loop use.
+  entry i of all of them before entry i + 1 of any. Entries that all get the same data, such as
+  experts, don't count as layers. `shapes` has the shape of each leaf, and `shared_by` has the
+  leaves that all iterations of a loop use.
   """
   of_leaf: dict[int, dict[int, Meeting]] = {}
   for place, meeting in enumerate(meetings):

@@ -24,7 +24,7 @@ from optax_boost._trace._uses import Use, UseKind
 
 
 class Findings(NamedTuple):
-  """What the analysis finds of the leaves; their numbers are those in ``jax.tree.leaves``.
+  """The uses of all leaves in a loss; a leaf's number is its index in ``jax.tree.leaves``.
 
   Attributes:
     paths: the path of each leaf.

@@ -17,7 +17,7 @@ from optax_boost._foundation import _types
 Numbers: TypeAlias = tuple[int, ...]
 
 _MOST = 4096
-# What the primitives with which programs compute an index do to numbers.
+# The arithmetic of the primitives with which programs compute an index.
 _ARITHMETIC: dict[str, Callable[..., Any]] = {
   **{"add": np.add, "sub": np.subtract, "mul": np.multiply, "neg": np.negative, "rem": np.fmod},
   **{"max": np.maximum, "min": np.minimum, "lt": np.less, "rev": lambda x: x[::-1]},
@@ -30,7 +30,7 @@ _ARITHMETIC: dict[str, Callable[..., Any]] = {
 
 
 def numbers_of(constant: jax.typing.ArrayLike) -> Numbers | None:
-  """Returns the numbers of a constant; None if it is no small vector or scalar of integers."""
+  """Returns the numbers of a small vector or scalar of integers; None for other constants."""
   is_small = np.ndim(constant) < 2 and 0 < np.size(constant) <= _MOST
   if isinstance(constant, jax.core.Tracer) or not is_small:
     return None
@@ -41,7 +41,7 @@ def numbers_of(constant: jax.typing.ArrayLike) -> Numbers | None:
 def compute(equation: _types.Equation, numbers: Sequence[Numbers | None]) -> Numbers | None:
   """Returns the numbers of an equation's result, or None if the program alone doesn't tell.
 
-  `numbers` are those of the operands.
+  `numbers` has the numbers of each operand.
   """
   name, aval = equation.primitive.name, equation.outvars[0].aval
   if name == "iota" and len(aval.shape) == 1 and aval.size <= _MOST:
@@ -61,7 +61,7 @@ def counters(
   """Returns the numbers of the carries that a loop counts up or down by one.
 
   `begins` has the numbers with which carries begin. The keys are positions among the arguments of
-  the loop's body, of which those in `carry` are carries.
+  the loop's body; the slice `carry` selects the carries among these arguments.
   """
   length = equation.params.get("length", 0)
   if not 0 < length <= _MOST:
@@ -85,11 +85,11 @@ def counters(
 def picked(
   equation: _types.Equation, result: int, numbers: Sequence[Numbers | None]
 ) -> dict[int, Numbers]:
-  """Returns for the dimensions of operand 0 along which a result is one entry the entry's index.
+  """Returns the index of the entry that a result takes along each dimension of operand 0.
 
-  In a loop, these are the indices in its iterations. `numbers` are those of the operands. The dict
-  lacks dimensions along which the result is no single entry, or the program alone doesn't tell
-  which.
+  In a loop, the dict has the index in each iteration. `numbers` has the numbers of each operand.
+  The dict lacks dimensions of which the result takes several entries, or an entry whose index the
+  program alone doesn't tell.
   """
   name, settings = equation.primitive.name, equation.params
   shape = equation.invars[0].aval.shape

@@ -299,8 +299,8 @@ class _FreezeLayers:
     depth = call("frozen_groups(step, key)", schedule.frozen_groups, count, key)
     depth = _schedules.scalar_depth(depth)
     depth = jnp.maximum(depth.astype(jnp.int32), 0)
-    # The state's leaves and step counts are those of the declared depths, so an undeclared depth
-    # becomes the next smaller one. A traced program can't refuse it.
+    # The state has moments and step counts for the declared depths only, and a traced program can't
+    # raise an error. So an undeclared depth becomes the next smaller declared depth.
     allowed = np.array(self.schedule.depths or range(self.schedule.num_groups), np.int32)
     declared = jnp.asarray(allowed)[jnp.maximum(jnp.sum(allowed <= depth) - 1, 0)]
     lasts = 1 if schedule.lasts is None else call("lasts(step)", schedule.lasts, count)
