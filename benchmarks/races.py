@@ -179,6 +179,19 @@ def normalized() -> RaceResult:
   )
 
 
+def lars_start() -> RaceResult:
+  """LARS as its card starts against tuned SGD: make demo-large-batch's network, batches of 512."""
+  steps = _training.STEPS
+  methods = {"sgd": METHODS["sgd"].make(steps, **METHODS["sgd"].chosen)}
+  for coefficient, peak in ((0.001, 0.5), (0.01, 0.2), (0.01, 0.5), (0.01, 1.0)):
+    methods[f"lars, coefficient {coefficient:g}, {peak:g}"] = optax_boost.lars(
+      rate(steps, peak), trust_coefficient=coefficient, weight_decay=1e-4
+    )
+  return _training.race(
+    digits(), methods, batch_size=512, epochs=steps // 2, seeds=range(5), points=1
+  )
+
+
 def centralization_picture(results: Mapping[str, RaceResult]) -> Figure:
   """Test accuracy at the end, by learning rate; a panel for each network."""
   figure = Figure(figsize=(11, 3.6), dpi=100, layout="constrained")
@@ -342,6 +355,7 @@ _LOSS_TOO = {"against": ("steps",), "quantities": (_training.ACCURACY, "training
 RACES = {
   "large_batches": _alone(large_batches, **_LOSS_TOO),
   "normalized": dataclasses.replace(_alone(normalized), draw=None),
+  "lars_start": dataclasses.replace(_alone(lars_start), draw=None),
   "freezing": _alone(freezing, **_STEPS_AND_TIME),
   "svrg": _alone(convex, against=("gradient_evaluations", "seconds")),
   "centralize": Race(
