@@ -1,7 +1,6 @@
 """Calls and traces losses, tells which arguments are data, and marks losses with a model state."""
 
 import functools
-import re
 from typing import Any
 
 import jax
@@ -9,9 +8,6 @@ import optax
 
 from optax_boost._foundation import _batches, _checks, _mesh_axes, _tree_checks, _types
 from optax_boost._trace import _jaxpr
-
-# What Python and JAX say if a loss indexes or unpacks a batch of another structure.
-_MISREAD = re.compile(r"\bind(ex|ices)|unpack|\bstr\b|string")
 
 
 def call(loss_fn: _types.LossFn, params: optax.Params, *args: _types.Tree) -> Any:
@@ -27,14 +23,13 @@ def call(loss_fn: _types.LossFn, params: optax.Params, *args: _types.Tree) -> An
         " `module.apply(params, x)` in the loss; for NNX, `optax_boost.nnx.split_loss(loss_fn,"
         " model)`."
       ) from error
-    if isinstance(error, LookupError | AttributeError) or _MISREAD.search(str(error)):
-      # A note, since the error may be of the user's own.
-      passed = args[1:] if is_stateful(loss_fn) else (params, *args)
-      types = jax.tree.map(jax.typeof, passed)  # a class may check the shapes of its leaves
-      error.add_note(
-        f"`loss_fn` was called with {', '.join(_checks.shorten(tree, 200) for tree in types)}. A"
-        " batch reaches the loss as you pass it; read it by the names or numbers that it has."
-      )
+    # A note, since the error may be of the user's own.
+    passed = args[1:] if is_stateful(loss_fn) else (params, *args)
+    types = jax.tree.map(jax.typeof, passed)  # a class may check the shapes of its leaves
+    error.add_note(
+      f"`loss_fn` was called with {', '.join(_checks.shorten(tree, 200) for tree in types)}. A"
+      " batch reaches the loss as you pass it; read it by the names or numbers that it has."
+    )
     raise
 
 
