@@ -1,9 +1,8 @@
 """Keeps the statistics of frozen layers unchanged, for example the running means of BatchNorms."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import functools
 import re
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +11,10 @@ import optax
 
 from optax_boost._foundation import _paths, _types
 from optax_boost._trace import _layer_groups
-from optax_boost._train_step import _traced_loss
-from optax_boost._train_step._replaced_values import REPLACED_VALUES
+from optax_boost._train_step import _replaced_values, _traced_loss
 
-# Linen's collections, whose names may come first in the paths of params and statistics.
-_COLLECTIONS = (["params"], ["batch_stats"])
+# Linen's collections, whose names may be in the paths of params, statistics and replaced values.
+_COLLECTIONS = {"params", "batch_stats", _replaced_values.REPLACED_VALUES}
 # The group of what is never frozen.
 NEVER_FROZEN = np.iinfo(np.int32).max
 
@@ -33,7 +31,7 @@ def hold_statistics(
 
   `before` and `after` are the model states before and after the forward pass. `groups` has the
   group of each leaf of `params`, and the first `depth` groups are frozen. A statistic belongs to
-  the layer whose params have the same path, apart from the name of a Linen collection in front. If
+  the layer whose params have the same path, apart from the names of Linen's collections. If
   there is no such layer, or its params are in several groups, the program of the loss places the
   statistic: it is frozen if all params that it depends on are frozen. A statistic that depends on
   data alone is frozen with group 0. Integers (counts of batches or draws), and statistics that
@@ -55,7 +53,7 @@ def hold_statistics(
     if id(leaves[i]) not in old_ids
     and _is_inexact(leaves[i])
     and jnp.shape(leaves[i]) == jnp.shape(old_leaves[number])
-    and not paths[i].startswith(REPLACED_VALUES)
+    and not _replaced_values.in_collection(paths[i])
   ]
   if not statistics:
     return after
@@ -103,6 +101,7 @@ def _group_by_trace(
 
 
 def groups_of_values(
+  model_state: _types.ModelState,
   values: Mapping[_types.KeyPath, jax.Array],
   params: optax.Params,
   groups: Sequence[_layer_groups.GroupNumber],
@@ -115,9 +114,10 @@ def groups_of_values(
   """
   modules = _groups_of_modules(params, groups)
   axes = find_axes() if values and any(np.size(group) > 1 for group in groups) else {}
+  module_of = dict(zip(_paths.leaf_keys(model_state), _module_paths(model_state), strict=True))
 
   def group_of(number: int, path: _types.KeyPath) -> _layer_groups.GroupNumber:
-    module = "/".join(_segments(map(_text, path[1:])))
+    module = module_of[path]
     while module and module not in modules:
       module = module.rpartition("/")[0]
     if module not in modules:
@@ -149,21 +149,12 @@ def _along(axis: int | None, group: np.ndarray, array: jax.Array) -> _layer_grou
   return group.reshape([-1 if i == axis else 1 for i in range(array.ndim)])
 
 
-def _text(key: Any) -> str:
-  return jax.tree_util.keystr((key,), simple=True)
-
-
-def _segments(texts: Iterable[str]) -> list[str]:
-  """Returns the names of a leaf's modules, from the texts of the keys in the leaf's path."""
-  return re.split(r"[/.]", "/".join(texts))[:-1]
-
-
 def _is_inexact(x: _types.Unchecked) -> bool:
   return jnp.issubdtype(jnp.result_type(x), jnp.inexact)
 
 
 def _module_paths(tree: _types.Tree) -> list[str]:
-  """Returns the path of each leaf's module, without the name of a Linen collection in front.
+  """Returns the path of each leaf's module, without the names of Linen's collections.
 
   Names in a flat tree, such as ``norm/scale`` and ``norm.scale``, count as paths. An index in a
   list is written with the length of the list, as in ``2 of 4``. So params and statistics in lists
@@ -176,13 +167,13 @@ def _module_paths(tree: _types.Tree) -> list[str]:
         lengths[path[:depth]] = max(lengths.get(path[:depth], 0), key.idx + 1)
 
   def names(path: _types.KeyPath) -> list[str]:
-    texts = list(map(_text, path))
+    texts = [jax.tree_util.keystr((key,), simple=True) for key in path]
     for depth, text in enumerate(texts):
       if path[:depth] in lengths:
         texts[depth] = f"{text} of {lengths[path[:depth]]}"
-    return _segments(texts)
+    return re.split(r"[/.]", "/".join(texts))[:-1]
 
   modules = list(map(names, _paths.leaf_keys(tree)))
   # If one path begins with a Linen collection, all paths do.
-  first = 1 if any(module[:1] in _COLLECTIONS for module in modules) else 0
-  return ["/".join(module[first:]) for module in modules]
+  first = 1 if any(_COLLECTIONS & {*module[:1]} for module in modules) else 0
+  return ["/".join(n for n in module[first:] if n not in _COLLECTIONS) for module in modules]

@@ -5,6 +5,7 @@ value what the value is in the next step.
 """
 
 from collections.abc import Sequence
+import re
 
 import jax
 import jax.numpy as jnp
@@ -17,13 +18,18 @@ REPLACED_VALUES = "_overwrite_with_gradient"
 
 
 def find(model_state: _types.ModelState) -> dict[_types.KeyPath, jax.Array]:
-  """Returns the leaves of a model state that the gradient replaces, by path."""
-  leaves = zip(_paths.leaf_keys(model_state), jax.tree.leaves(model_state), strict=True)
-  return {
-    path: leaf
-    for path, leaf in leaves
-    if jax.tree_util.keystr(path[:1], simple=True) == REPLACED_VALUES
-  }
+  """Returns the leaves of a model state that the gradient replaces, by path.
+
+  Flax's collection may be anywhere, since a model state may hold the variables of several modules.
+  """
+  keys, paths = _paths.leaf_keys(model_state), _paths.leaf_paths(model_state)
+  leaves = zip(keys, paths, jax.tree.leaves(model_state), strict=True)
+  return {key: leaf for key, path, leaf in leaves if in_collection(path)}
+
+
+def in_collection(path: str) -> bool:
+  """Returns whether the path of a leaf leads through Flax's collection."""
+  return REPLACED_VALUES in re.split(r"[/.]", path)
 
 
 def write(

@@ -1,6 +1,6 @@
 """``make_train_step``, and :class:`TrainStep`, the jitted train step that it returns."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 import concurrent.futures
 import functools
 from typing import Any
@@ -255,7 +255,7 @@ class TrainStep:
 
 def _check_variables(params: _types.Unchecked) -> None:
   """Raises TypeError for Flax variables that are not trained; does not import Flax."""
-  if isinstance(params, Mapping) and _replaced_values.REPLACED_VALUES in params:
+  if _replaced_values.find(params):
     raise TypeError(
       "`params` must be the arrays that are trained; got the collection"
       f" '{_replaced_values.REPLACED_VALUES}', too, whose values the gradient replaces. Keep it in"

@@ -150,7 +150,7 @@ class StepComputation:
     value_groups: list[_layer_groups.GroupNumber] = [_frozen_statistics.NEVER_FROZEN] * len(values)
     if freezing is not None and self.hold_frozen_statistics:
       value_groups = _frozen_statistics.groups_of_values(
-        replaced, state.params, freezing.groups, traced.value_axes
+        state.model_state, replaced, state.params, freezing.groups, traced.value_axes
       )
     must_depend = not self.losses_checked
     objective = _objective.Objective(

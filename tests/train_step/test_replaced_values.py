@@ -3,9 +3,10 @@
 The reference is Flax's own loop: the gradient of the collection becomes the collection.
 """
 
+import functools
 import warnings
 
-from flax import linen as nn, nnx
+from flax import linen as nn, nnx, traverse_util
 from flax.nnx.bridge import variables as bridge
 import jax
 import jax.numpy as jnp
@@ -255,8 +256,41 @@ def test_values_that_the_loss_does_not_use_keep_their_values():
   )
 
 
-def test_the_collection_among_the_params_is_an_error():
+@pytest.mark.parametrize("joined", [False, True], ids=["nested", "joined names"])
+def test_values_of_several_modules_are_written_and_held_with_their_module(joined):
+  module, names = Network(), ("one", "two")
+  variables = module.init(KEY, X)
+  variables = flax_loop(module, variables, 1)
+  arrange = functools.partial(traverse_util.flatten_dict, sep="/") if joined else lambda tree: tree
+
+  def loss_fn(params, model_state, x):
+    trees = params, model_state
+    if joined:
+      trees = [traverse_util.unflatten_dict(tree, sep="/") for tree in trees]
+    params, values = trees
+    models = [
+      functools.partial(module.apply, {"params": params[name], **values[name]}) for name in names
+    ]
+    return sum(mean_square(model, x) for model in models), model_state
+
+  tx = optax_boost.freeze_layers(
+    optax.sgd(0.1), ["one/**", "two/**"], optax_boost.fixed_freezing(2, 1)
+  )
+  step = optax_boost.make_train_step(loss_fn, tx, has_model_state=True, donate=False)
+  state = step.init(
+    arrange({name: variables["params"] for name in names}),
+    arrange({name: {NAME: variables[NAME]} for name in names}),
+  )
+  after, _ = step(state, X)
+  want = flax_loop(module, variables, 1)
+  assert_close(after.params, arrange({"one": variables["params"], "two": want["params"]}))
+  values = {"one": {NAME: variables[NAME]}, "two": {NAME: want[NAME]}}
+  assert_close(after.model_state, arrange(values))
+
+
+@pytest.mark.parametrize("wrap", [lambda v: v, lambda v: {"net": v}], ids=["one module", "several"])
+def test_the_collection_among_the_params_is_an_error(wrap):
   module = Network()
   step = optax_boost.make_train_step(lambda v, x: jnp.mean(module.apply(v, x)), optax.sgd(0.1))
   with pytest.raises(TypeError, match=f"'{NAME}', too.*split_loss"):
-    step.init(module.init(KEY, X))
+    step.init(wrap(module.init(KEY, X)))
