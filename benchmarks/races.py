@@ -148,10 +148,15 @@ def _on_digits(
 
 
 def _together(results: Mapping[str, RaceResult]) -> RaceResult:
-  """Races of one method each, on models of their own, as one: its times were not interleaved."""
+  """Races of one method each, on models of their own, as one.
+
+  Their times are left out: the methods took no turns, so other work may have slowed one of them.
+  """
   first = next(iter(results.values()))
   curves = {name: result.curves[name] for name, result in results.items()}
   spent = {name: result.spent[name] for name, result in results.items()}
+  for totals in spent.values():
+    totals["seconds"] = np.full_like(totals["seconds"], np.nan)
   return dataclasses.replace(first, curves=curves, spent=spent)
 
 
