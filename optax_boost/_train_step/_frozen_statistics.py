@@ -31,12 +31,13 @@ def hold_statistics(
 
   `before` and `after` are the model states before and after the forward pass. `groups` has the
   group of each leaf of `params`, and the first `depth` groups are frozen. A statistic belongs to
-  the layer whose params have the same path, apart from the names of Linen's collections. If
-  there is no such layer, or its params are in several groups, the program of the loss places the
+  the layer whose params have the same path, apart from the names of Linen's collections. If there
+  is no such layer, or its params are in several groups, the program of the loss places the
   statistic: it is frozen if all params that it depends on are frozen. A statistic that depends on
-  data alone is frozen with group 0. Integers (counts of batches or draws), and statistics that
-  depend on neither params nor data, have their new values. A leaf of `before` may stack the
-  statistics of several layers; the program tells the axis of the layers.
+  data alone is frozen with group 0. A count is an integer, or depends on neither params nor data.
+  It is frozen with the statistics of its module that are computed from it; without any, it is never
+  frozen. Unsigned integers, which are keys and counts of draws, are never frozen. A leaf of
+  `before` may stack the statistics of several layers; the program tells the axis of the layers.
   """
   if isinstance(depth, np.integer) and depth == 0:
     return after
@@ -51,22 +52,40 @@ def hold_statistics(
     (number, i)
     for number, i in carried.items()
     if id(leaves[i]) not in old_ids
-    and _is_inexact(leaves[i])
+    and _is_number(leaves[i])
     and jnp.shape(leaves[i]) == jnp.shape(old_leaves[number])
     and not _replaced_values.in_collection(paths[i])
   ]
   if not statistics:
     return after
   by_path = _groups_by_path(params, groups)
-  is_placed = all(modules[i] in by_path for _, i in statistics)
+  is_placed = all(_is_inexact(leaves[i]) and modules[i] in by_path for _, i in statistics)
   sources = [] if is_placed else traced.statistics_sources(carried)
   axes = traced.statistics_axes() if any(np.size(group) > 1 for group in groups) else {}
+  placed: dict[int, np.ndarray] = {}
+  counts: list[tuple[int, int]] = []
   for number, i in statistics:
-    axis, old, new = axes.get(number), old_leaves[number], leaves[i]
-    group = by_path.get(modules[i])
-    if group is None:
-      group = _group_by_trace(*sources[i], groups, 1 if axis is None else new.shape[axis])
-    leaves[i] = _layer_groups.select_frozen(depth, _along(axis, group, new), old, new)
+    if _is_inexact(leaves[i]) and modules[i] in by_path:
+      placed[i] = by_path[modules[i]]
+    elif _is_inexact(leaves[i]) and (sources[i].params or sources[i].is_of_data):
+      num_layers = leaves[i].shape[axes[number]] if number in axes else 1
+      placed[i] = _group_by_trace(sources[i].params, groups, num_layers)
+    else:
+      counts.append((number, i))
+  frozen = dict(placed)
+  for number, i in counts:
+    counted = [
+      group
+      for j, group in placed.items()
+      if modules[j] == modules[i] != "" and number in sources[j].statistics
+    ]
+    if counted:
+      frozen[i] = _last_group(counted)
+  for number, i in statistics:
+    if i in frozen:
+      old, new = old_leaves[number], leaves[i]
+      group = _along(axes.get(number), frozen[i], new)
+      leaves[i] = _layer_groups.select_frozen(depth, group, old, new)
   return jax.tree.unflatten(jax.tree.structure(after), leaves)
 
 
@@ -83,18 +102,14 @@ def _groups_by_path(
 
 
 def _group_by_trace(
-  sources: Sequence[int],
-  is_of_data: bool,
-  groups: Sequence[_layer_groups.GroupNumber],
-  num_layers: int,
+  sources: Sequence[int], groups: Sequence[_layer_groups.GroupNumber], num_layers: int
 ) -> np.ndarray:
   """Returns the last group of the params that a statistic depends on, for each of its layers.
 
-  `sources` are the indices of these params, whose groups are in `groups`. `is_of_data` tells
-  whether the statistic depends on data.
+  `sources` are the indices of these params, whose groups are in `groups`.
   """
   if not sources:
-    return np.array([0 if is_of_data else NEVER_FROZEN])
+    return np.array([0])
   # A layer depends on the layers before it, too, whose groups come first.
   flat = map(np.ravel, [groups[i] for i in sources])
   return _last_group([group if group.size == num_layers else np.max(group) for group in flat])
@@ -139,6 +154,8 @@ def _groups_of_modules(
 
 def _last_group(groups: Sequence[np.ndarray]) -> np.ndarray:
   """Returns the last of several groups, each a number or one for each layer."""
+  if len({np.size(group) for group in groups} - {1}) > 1:
+    groups = list(map(np.max, groups))
   return np.ravel(functools.reduce(np.maximum, groups))
 
 
@@ -151,6 +168,11 @@ def _along(axis: int | None, group: np.ndarray, array: jax.Array) -> _layer_grou
 
 def _is_inexact(x: _types.Unchecked) -> bool:
   return jnp.issubdtype(jnp.result_type(x), jnp.inexact)
+
+
+def _is_number(x: _types.Unchecked) -> bool:
+  """Returns whether an array holds numbers that aren't unsigned."""
+  return _is_inexact(x) or jnp.issubdtype(jnp.result_type(x), jnp.signedinteger)
 
 
 def _module_paths(tree: _types.Tree) -> list[str]:

@@ -338,7 +338,8 @@ def make_train_step(
     hold_frozen_statistics: whether the mutable statistics of frozen layers do not change. A
       statistic belongs to the layer whose params have the same path, without ``params`` or
       ``batch_stats`` in front. Without such a path, a statistic is frozen if the loss computes it
-      from no trained param. Integers always change.
+      from no trained param. A count, of batches for example, is frozen with the statistics of its
+      module that are computed from it; other integers always change.
     weight: the weight of a batch in :func:`accumulate`, such as its number of real examples or
       tokens: the name of an entry of the loss's aux, or a function of the batch. None: all batches
       count equally.

@@ -6,7 +6,7 @@ that the gradient replaces (:mod:`optax_boost._train_step._replaced_values`).
 
 from collections.abc import Mapping, Sequence
 import functools
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import optax
@@ -23,6 +23,20 @@ from optax_boost._trace import (
 
 # Params and replaced values: a pair.
 Differentiated: TypeAlias = tuple[optax.Params, Sequence[jax.Array]]
+
+
+class StatisticSources(NamedTuple):
+  """From what the loss computes a leaf of the new model state, over any number of steps.
+
+  Attributes:
+    params: the indices of the params' leaves.
+    statistics: the indices of the leaves of the old model state.
+    is_of_data: whether the leaf depends on data.
+  """
+
+  params: list[int]
+  statistics: list[int]
+  is_of_data: bool
 
 
 class TracedLoss:
@@ -76,25 +90,29 @@ class TracedLoss:
     """Returns along which axis each leaf of the model state stacks layers, like `value_axes`."""
     return self._layer_axes_of(len(jax.tree.leaves(self._inputs)), self._arguments[0])
 
-  def statistics_sources(self, carried: Mapping[int, int]) -> list[tuple[list[int], bool]]:
-    """Returns for each leaf of the new model state on which params and data it depends.
+  def statistics_sources(self, carried: Mapping[int, int]) -> list[StatisticSources]:
+    """Returns for each leaf of the new model state from what the loss computes it.
 
-    `carried` maps the index of a leaf of the old model state to its index in the new one. A result
-    is a pair: the indices of the params' leaves, and whether the leaf depends on data.
+    `carried` maps the index of a leaf of the old model state to its index in the new one.
     """
     (params, values), (model_state, batch, *rngs) = self._inputs, self._arguments
-    num_params = len(jax.tree.leaves(params))
-    first, of_data = num_params + len(values), 1 << num_params
-    num_old = len(jax.tree.leaves(model_state))
-    arguments = [1 << i for i in range(num_params)] + [0] * (len(values) + num_old)
+    num_params, num_old = len(jax.tree.leaves(params)), len(jax.tree.leaves(model_state))
+    first, of_data = num_params + len(values), 1 << (num_params + num_old)
+    bits = [1 << i for i in range(num_params + num_old)]
+    arguments = [*bits[:num_params], *[0] * len(values), *bits[num_params:]]
     arguments += [of_data if is_data else 0 for is_data in _batches.data_flags(batch)]
     arguments += [0] * len(jax.tree.leaves(rngs))
     # The first result is the loss, and the statistics come next.
     pairs = {first + old: 1 + new for old, new in carried.items()}
     results = _sources.sources_of_results(self.program, arguments, pairs, of_data)[1:]
-    return [
-      ([i for i in range(num_params) if bits >> i & 1], bool(bits & of_data)) for bits in results
-    ]
+
+    def describe(sources: int) -> StatisticSources:
+      indices = [i for i, bit in enumerate(bits) if sources & bit]
+      params = [i for i in indices if i < num_params]
+      statistics = [i - num_params for i in indices if i >= num_params]
+      return StatisticSources(params, statistics, bool(sources & of_data))
+
+    return list(map(describe, results))
 
   def _layer_axes_of(self, first: int, tree: _types.Tree) -> dict[int, int]:
     """Returns the axes of the layers in `tree`, whose leaves are the inputs from `first` on."""

@@ -12,7 +12,7 @@ import optax
 import pytest
 
 import optax_boost
-from optax_boost._train_step import _frozen_statistics
+from optax_boost._train_step import _frozen_statistics, _traced_loss
 import optax_boost.linen as ob_linen
 import optax_boost.nnx as ob_nnx
 
@@ -30,7 +30,7 @@ def held_by_path(params, statistics, *frozen_paths):
   assert set(frozen_paths) <= set(paths)
   groups = [int(path not in frozen_paths) for path in paths]
   after = jax.tree.map(lambda x: x + 1, statistics)
-  unplaced = [([], False)] * len(jax.tree.leaves(after))
+  unplaced = [_traced_loss.StatisticSources([], [], False)] * len(jax.tree.leaves(after))
   no_trace = types.SimpleNamespace(statistics_sources=lambda carried: unplaced)
   after = _frozen_statistics.hold_statistics(
     statistics, after, params, groups, np.int32(1), no_trace
@@ -208,6 +208,41 @@ def test_a_statistic_is_held_if_it_depends_on_no_trained_leaf(scanned):
     before = {"p": params | {"head": head}, "s": after}
   state = run(*start(loss, params, stats, ["body", "head"]), scanned)
   chex.assert_trees_all_close(state.model_state, after, rtol=1e-5)
+
+
+@pytest.mark.parametrize("scanned", [False, True], ids=["calls", "scan"])
+def test_counts_are_held_with_the_statistics_that_are_computed_from_them(scanned):
+  params = {"body": jnp.eye(4) * 0.5, "head": jnp.linspace(0.1, 0.4, 4)}
+  zero, count = jnp.zeros(()), jnp.int32(2)
+  # Haiku's average, a mean with a float count, a key and a step in the same module, and a level of
+  # noise that the means are computed from.
+  stats = {
+    "ema": {"hidden": zero, "average": zero, "counter": count},
+    "mean": {"mean": zero, "n": zero + 2, "draws": jnp.uint32(0), "steps": count},
+    "noise": {"level": zero + 1},
+  }
+
+  def loss(p, s, x):
+    ema, mean, level = s["ema"], s["mean"], s["noise"]["level"]
+    h = jnp.tanh(x @ p["body"]) + level
+    counter, n = ema["counter"] + 1, mean["n"] + 1
+    hidden = 0.9 * ema["hidden"] + 0.1 * h.mean()
+    new = {
+      "ema": {"hidden": hidden, "average": hidden / (1 - 0.9**counter), "counter": counter},
+      "mean": {
+        "mean": mean["mean"] + (h.mean() - mean["mean"]) / n,
+        "n": n,
+        "draws": mean["draws"] + jnp.uint32(1),
+        "steps": mean["steps"] + 1,
+      },
+      "noise": {"level": level / 2},
+    }
+    return jnp.mean((h @ p["head"] - 1) ** 2), new
+
+  state = run(*start(loss, params, stats, ["body", "head"]), scanned)
+  moved = {"draws": jnp.uint32(2), "steps": count + 2}
+  want = stats | {"mean": stats["mean"] | moved, "noise": {"level": zero + 0.25}}
+  chex.assert_trees_all_equal(state.model_state, want)
 
 
 @pytest.mark.parametrize("layers", ["sliced by a scan", "taken by an index"])
