@@ -10,7 +10,9 @@ skipped steps:
 - a step that changes updates (freezing, layer rates) holds no step with an average, masters or
   rounding, at any depth;
 - a loss scale and frozen layers are of the whole loss, so such a step sees all params, and no
-  member of a chain is before it.
+  member of a chain is before it;
+- a transformation that leaves out or sums gradients, or steps along them (``optax.MultiSteps``,
+  ...), holds no loss scale, which must see each gradient first.
 
 The state tells all of this: a holder's state is the parent of the states that it holds. So the
 check runs where a state is seen from its root: in ``init`` of whatever holds transformations,
@@ -36,6 +38,13 @@ _REPLACING = {
   "MechanicState": "optax.contrib.mechanize",
   "SAMState": "optax.contrib.sam",
   "ScheduleFreeState": "optax.contrib.schedule_free",
+}
+# States of transformations that use gradients themselves before the one that they hold does.
+_READING = {
+  "ApplyIfFiniteState": "optax.apply_if_finite",
+  "MechanicState": "optax.contrib.mechanize",
+  "MultiStepsState": "optax.MultiSteps",
+  "SAMState": "optax.contrib.sam",
 }
 # The functions that fill the slots of a state.
 _WRAPPERS = {
@@ -145,6 +154,8 @@ def _reason(state: _state.StepState, holder: Any, index: int) -> str:
     return "it replaces the updates that lead to the averaged params"
   if state.freezing and type(holder).__name__ == "ScheduleFreeState":
     return "it moves params whose updates are zero"
+  if state.scaling and type(holder).__name__ in _READING:
+    return "it acts on gradients that still have the loss scale, and hides their overflows"
   chain = _chain(holder)
   if chain and (type(holder) is dict or index + 1 < len(holder)):
     return "members after it would change its updates, and act in skipped steps"
@@ -170,7 +181,7 @@ def _chain(node: Any) -> str:
 
 def _holder_name(holder: Any) -> str:
   name = type(holder).__name__
-  return _chain(holder) or _REPLACING.get(name, name)
+  return _chain(holder) or (_REPLACING | _READING).get(name, name)
 
 
 def _holds_state(node: Any) -> bool:

@@ -122,6 +122,9 @@ def refusal(holder, way):
     return f"`{holder}` can't hold `{name}`.*`{name}\\({holder}\\("
   if holder in ("clip", "named_chain") and name in WHOLE:
     return f"`{name}` can't be inside of `optax.(named_)?chain` here: the {BEFORE}"
+  if holder in ("multi_steps", "apply_if_finite") and name == "dynamic_loss_scale":
+    # optax left each overflow out, or kept it in its sum, so no step was ever made.
+    return f"`{name}` can't be inside of `optax.*` here: it acts on gradients that still have"
   if holder in ("masked", "partition") and name in WHOLE:
     return f"`{name}` {ALL_PARAMS}"
   if holder == "lookahead" and name == "average_params":
@@ -148,6 +151,15 @@ WRONG = list({(pair[0], words): (pair, words) for pair, words in WRONG}.values()
 @pytest.mark.parametrize(("order", "words"), WRONG, ids=ids)
 def test_a_step_where_it_would_be_wrong_is_refused_by_its_state(order, words):
   refused(order, words, ("apply_gradients",) if "lookahead" in order else ("train_step",))
+
+
+@pytest.mark.parametrize("contrib", ["sam", "mechanize"])
+def test_a_loss_scale_below_what_steps_along_gradients_is_refused(contrib):
+  inner = optax_boost.dynamic_loss_scale(optax.sgd(0.1))
+  tx = optax.contrib.mechanize(inner) if contrib == "mechanize" else optax.contrib.sam(inner, inner)
+  params = jnp.ones(2)
+  with pytest.raises(ValueError, match=f"can't be inside of `optax.contrib.{contrib}`"):
+    optax_boost.apply_gradients(tx, params, tx.init(params), params)
 
 
 @pytest.mark.parametrize("order", sampled(RIGHT, 22), ids=ids)

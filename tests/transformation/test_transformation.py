@@ -139,7 +139,7 @@ WHOLE = {
 AROUND = {
   "the root": lambda tx: tx,
   "an average": averaged,
-  "apply_if_finite": lambda tx: optax.apply_if_finite(tx, 5),
+  "inject_hyperparams": lambda tx: optax.inject_hyperparams(lambda rate: tx)(0.1),
 }
 
 
