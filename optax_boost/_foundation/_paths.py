@@ -6,8 +6,8 @@ import jax
 
 from optax_boost._foundation import _types
 
-# The last key of a value in an NNX variable. Versions of Flax name the attribute differently.
-_BOXED = [(jax.tree_util.GetAttrKey(name),) for name in ("value", "raw_value")]
+# The key of the value in an NNX variable. Versions of Flax name the attribute differently.
+_BOXED = {jax.tree_util.GetAttrKey(name) for name in ("value", "raw_value")}
 
 
 def leaf_name(path: str) -> str:
@@ -18,7 +18,7 @@ def leaf_name(path: str) -> str:
 def leaf_paths(tree: _types.Tree, is_leaf: _types.LeafTest | None = None) -> list[str]:
   """Returns the path of each leaf, in the order of ``jax.tree.leaves``; keys are joined by ``/``.
 
-  A tree that is one leaf has the path ``""``. The path of a leaf in an NNX variable lacks the final
+  A tree that is one leaf has the path ``""``. The path of a leaf in an NNX variable lacks the key
   ``.value``, so that patterns need not match ``.value``.
   """
   keys = leaf_keys(tree, is_leaf)
@@ -43,15 +43,20 @@ def leaf_keys(tree: _types.Tree, is_leaf: _types.LeafTest | None = None) -> list
   """Returns the path of each leaf as a tuple of JAX's keys, which :func:`leaf_paths` joins."""
   flatten = jax.tree_util.tree_flatten_with_path
   paths = [path for path, _ in flatten(tree, is_leaf=is_leaf)[0]]
-  boxes = set()
-  if any(path[-1:] in _BOXED for path in paths):
-    boxes = {path for path, node in flatten(tree, is_leaf=is_box)[0] if is_box(node)}
-  return [path[:-1] if path[:-1] in boxes else path for path in paths]
+  if not any(_BOXED & {*path} for path in paths):
+    return paths
+  boxes = {path for path, node in flatten(tree, is_leaf=is_box)[0] if is_box(node)}
+
+  def without_box(path: _types.KeyPath) -> _types.KeyPath:
+    return tuple(key for i, key in enumerate(path) if path[:i] not in boxes)
+
+  return list(map(without_box, paths))
 
 
 def is_box(node: _types.Tree) -> bool:
   """Returns whether a node wraps one value, as an NNX variable or Linen's metadata does."""
   # With this `is_leaf`, a child without leaves, such as an `optax.MaskedNode`, is found, too. A
   # named tuple with the single field `value` is a container, not a box.
-  children = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)[0]
-  return len(children) == 1 and children[0][0] in _BOXED and not isinstance(node, tuple)
+  flatten = jax.tree_util.tree_flatten_with_path
+  children = [path for path, _ in flatten(node, is_leaf=lambda x: x is not node)[0]]
+  return children in [[(key,)] for key in _BOXED] and not isinstance(node, tuple)

@@ -660,3 +660,27 @@ def test_variables_whose_values_are_dictionaries_train_as_separate_variables(val
   used = len(jax.tree.leaves(params))
   groups = optax_boost.layer_groups(pure, params, model_state, x).groups
   assert sum(map(len, groups)) == used
+
+
+def test_leaves_of_a_dictionary_in_a_variable_are_frozen_by_their_path():
+  class Net(nnx.Module):
+    def __init__(self):
+      self.body = nnx.Param({"w": jnp.ones((4, 3)), "b": jnp.ones(3)})
+      self.head = nnx.Param(jnp.ones((3, 2)))
+
+    def __call__(self, x):
+      body = self.body.get_value()
+      return (x @ body["w"] + body["b"]) @ self.head[...]
+
+  def loss(model, x):
+    return jnp.mean(model(x) ** 2)
+
+  x = jnp.eye(4)
+  traced = optax_boost.layer_groups(*ob_nnx.split_loss(loss, Net()), x, num_groups=2)
+  for groups, bias in ((traced, 1.0), (["body/w", "body/b|head"], 0.9)):
+    model = Net()
+    tx = optax_boost.freeze_layers(optax.adam(0.1), groups, optax_boost.fixed_freezing(2, 1))
+    ob_nnx.make_train_step(loss)(model, nnx.Optimizer(model, tx, wrt=nnx.Param), x)
+    np.testing.assert_array_equal(model.body.get_value()["w"], 1)
+    np.testing.assert_allclose(model.body.get_value()["b"], bias, rtol=1e-5)
+    np.testing.assert_allclose(model.head[...], 0.9, rtol=1e-5)
