@@ -53,7 +53,7 @@ class TrainStep:
       TypeError: a leaf is not an array; a param is not floating-point; the params are an
         ``optax.LookaheadParams``, an NNX model with variables other than params, or hold Linen's
         collection of values that the gradient replaces; or the loss takes statistics, and
-        `model_state` is None.
+        `model_state` is None; or it takes none, and `model_state` has arrays.
     """
     if isinstance(params, optax.LookaheadParams):
       raise TypeError(
@@ -68,6 +68,12 @@ class TrainStep:
       raise TypeError(
         "`step.init` needs the mutable statistics that the loss takes: `step.init(params,"
         " model_state)`."
+      )
+    if not self.computation.has_model_state and jax.tree.leaves(model_state):
+      raise TypeError(
+        "`step.init` takes `model_state` for a loss with mutable statistics; this loss takes none,"
+        f" got {_checks.shorten(model_state)}. Leave it out, `step.init(params)`, or pass"
+        " `has_model_state=True` to `make_train_step`, for `loss_fn(params, model_state, batch)`."
       )
     if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves((params, model_state))):
       state = jax.eval_shape(self.init, params, model_state)

@@ -654,6 +654,15 @@ def test_a_loss_that_does_not_depend_on_the_params_is_refused():
         step(step.init(outer), jnp.ones(3))
 
 
+def test_statistics_that_the_loss_does_not_take_are_refused():
+  step = optax_boost.make_train_step(lambda params, batch: jnp.sum(params * batch), optax.sgd(0.1))
+  with pytest.raises(
+    TypeError, match=r"this loss takes none, got .*step\.init.*has_model_state=True"
+  ):
+    step.init(jnp.ones(3), jnp.ones(3))
+  assert step.init(jnp.ones(3), {}).model_state == {}
+
+
 def test_a_whole_nnx_model_and_missing_statistics_are_refused():
   class Model(nnx.Module):
     def __init__(self):
