@@ -91,6 +91,22 @@ def full_gradient(
   )
 
 
+def check_batches(name: str, batches: _types.Unchecked) -> None:
+  """Raises TypeError unless an argument is an iterable of batches; a single batch is refused."""
+  iterable = hasattr(batches, "__iter__") or hasattr(batches, "__getitem__")
+  if not iterable or isinstance(batches, Mapping | str | bytes | type):
+    raise TypeError(
+      f"`{name}` must be an iterable of batches; got {_checks.shorten(batches)}. A single batch is"
+      " passed as `[batch]`."
+    )
+  if isinstance(batches, jax.Array | np.ndarray):
+    raise TypeError(
+      f"`{name}` must be an iterable of batches; got an array of shape {batches.shape}, whose rows"
+      " would be the batches. A single batch is passed as `[batch]`, a stack of batches as"
+      " `list(stack)`."
+    )
+
+
 def mean_over_batches(
   function: _types.Closure,
   params: _types.Params,
@@ -109,18 +125,7 @@ def mean_over_batches(
   `method`, and the progress bar shows `shown_as`. `on_batch` is called with the arrays of each
   batch.
   """
-  iterable = hasattr(batches, "__iter__") or hasattr(batches, "__getitem__")
-  if not iterable or isinstance(batches, Mapping | str | bytes | type):
-    raise TypeError(
-      f"`batches` must be an iterable of batches; got {_checks.shorten(batches)}. A single batch is"
-      " passed as `[batch]`."
-    )
-  if isinstance(batches, jax.Array | np.ndarray):
-    raise TypeError(
-      f"`batches` must be an iterable of batches; got an array of shape {batches.shape}, whose rows"
-      " would be the batches. A single batch is passed as `[batch]`, a stack of batches as"
-      " `list(stack)`."
-    )
+  check_batches("batches", batches)
   # The arrays that a `Partial` binds are arguments of the jitted function, not constants. So a
   # Partial of the same function with other arrays is not compiled again.
   partial = isinstance(function, jax.tree_util.Partial)

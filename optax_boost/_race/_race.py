@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import optax
 
-from optax_boost._foundation import _checks, _types, _warnings
+from optax_boost._foundation import _checks, _full_gradient, _types, _warnings
 from optax_boost._race import _result, _training
 
 # Trainings whose batches have the same examples in another order differ by rounding only. The steps
@@ -227,8 +227,9 @@ def _shuffle(data: _types.Tree, examples: int, size: int, seed: int) -> Iterator
 def _repeat(data: Callable[[int], Iterable[_types.Batch]], seed: int) -> Iterator[_types.Batch]:
   """Yields the batches of ``data(seed)`` without end; calls ``data(seed)`` for each epoch."""
   while True:
-    batch = None
-    for batch in data(seed):
+    batch, batches = None, data(seed)
+    _full_gradient.check_batches(f"data({seed})", batches)
+    for batch in batches:
       yield batch
     if batch is None:
       raise ValueError(

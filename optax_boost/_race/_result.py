@@ -30,6 +30,8 @@ BUDGETS = {
   "gradient_evaluations": "gradient evaluations",
   "seconds": "seconds on one seed",
 }
+# The names of the columns that a race has with any `evaluate`.
+COLUMNS = ("method", "seed", *BUDGETS, LOSS)
 _SHORT_NAMES = {"steps": "steps", "gradient_evaluations": "gradient evaluations", "seconds": "time"}
 # Words in a quantity's name that tell whether less or more of the quantity is better. Other
 # quantities are called "higher" or "lower".

@@ -17,7 +17,7 @@ import numpy as np
 import optax
 
 from optax_boost import _train_step
-from optax_boost._foundation import _checks, _progress, _types
+from optax_boost._foundation import _checks, _progress, _tree_checks, _types
 from optax_boost._race import _averaged_params, _result
 
 # All seeds are timed again until timing has taken `_TIMED_SECONDS`, at most `_MOST_TIMED` times.
@@ -98,10 +98,15 @@ class Problem:
     metrics = dict(output) if isinstance(output, Mapping) else {_UNNAMED: output}
     for name, value in metrics.items():
       number = isinstance(value, jax.Array | np.ndarray | np.generic | float | int)
-      if not number or np.ndim(value) or not np.isrealobj(value) or name == _result.LOSS:
+      if not number or np.ndim(value) or not np.isrealobj(value):
         raise TypeError(
-          "`evaluate` must return a real number or a dictionary of them, without"
-          f" '{_result.LOSS}'; got {_checks.shorten(value)} for {name!r}. Take the mean."
+          "`evaluate` must return a real number or a dictionary of them; got"
+          f" {_checks.shorten(value)} for {name!r}. Take the mean."
+        )
+      if name in _result.COLUMNS:
+        raise ValueError(
+          f"`evaluate` must not name a metric {name!r}, as `race` does: {_result.COLUMNS} are"
+          f" columns of its result. Call it 'test {name}', for example."
         )
     return {name: float(value) for name, value in metrics.items()}
 
@@ -163,7 +168,10 @@ class _Training:
     """
     losses, seconds = [], 0.0
     for start in range(0, count, _AHEAD):
-      batches = [jax.device_put(next(self._feed)) for _ in range(min(_AHEAD, count - start))]
+      batches = list(itertools.islice(self._feed, min(_AHEAD, count - start)))
+      for batch in batches:
+        _tree_checks.check_traceable("batch", batch)
+      batches = jax.device_put(batches)
       for batch in batches:
         type_ = (jax.tree.structure(batch), *map(jax.typeof, jax.tree.leaves(batch)))
         if compiled is not None and type_ not in compiled:
