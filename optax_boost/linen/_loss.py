@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from flax import linen as nn
+from flax import errors, linen as nn
 import jax
 
 from optax_boost._foundation import _checks, _types
@@ -30,8 +30,8 @@ def split_loss(
   other variables.
 
   Args:
-    loss_fn: ``loss_fn(model, batch)``, where ``model(x, ...)`` applies the module; returns the
-      scalar loss, or ``(loss, aux)``.
+    loss_fn: ``loss_fn(model, batch)``, where ``model(x, ...)`` applies the module, and
+      ``model.encode(x, ...)`` its method ``encode``; returns the scalar loss, or ``(loss, aux)``.
     module: the Linen module.
     variables: the output of ``module.init``.
     rngs: the names of the module's rng streams.
@@ -88,7 +88,14 @@ def split_loss(
     _checks.check_key("rng", rng)
     keys = {} if rng is None else dict(zip(rngs, jax.random.split(rng, len(rngs)), strict=True))
     model = _module.BoundModel(module, params, model_state, keys)
-    output = loss_fn(model, batch)
+    try:
+      output = loss_fn(model, batch)
+    except errors.InvalidRngError as error:
+      error.add_note(
+        f"A train step gives keys to the streams {tuple(rngs)} if it gets one, as in `step(state,"
+        " batch, key)`. `split_loss(..., rngs=...)` names other streams."
+      )
+      raise
     return output, model.collections
 
   return _losses.stateful(loss), *_module.split_variables(variables)

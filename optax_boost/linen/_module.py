@@ -1,6 +1,8 @@
 """A Linen module with its variables."""
 
 from collections.abc import Mapping
+import functools
+import inspect
 from typing import Any, TypeAlias
 
 from flax import core, linen as nn
@@ -16,7 +18,8 @@ class BoundModel:
   """A Linen module with its variables, which a loss calls like a function.
 
   A call is ``module.apply`` with the params, statistics and rngs of this step. If it changes the
-  statistics, the next call uses the new ones.
+  statistics, the next call uses the new ones. Methods of the module's class are called in the same
+  way, and its fields are attributes.
 
   Attributes:
     collections: the variables other than params, after the calls so far. A tuple that ``sow``
@@ -42,6 +45,17 @@ class BoundModel:
       for path, value in jax.tree.leaves_with_path(self.collections, is_leaf=_is_tuple)
       if _is_tuple(value)
     }
+
+  def __getattr__(self, name: str) -> Any:
+    """Returns a field of the module, or a method of its class, which is called as the module is."""
+    if name.startswith("_") or hasattr(nn.Module, name) or not hasattr(self._module, name):
+      raise AttributeError(
+        f"The model of a Linen loss has no `{name}`. It has the module's fields and the methods of"
+        " its class, as in `model(x)` or `model.encode(x)`; `model.collections` has its variables"
+        " other than params. Call submodules, `apply` and `sow` inside of the module's methods."
+      )
+    value = getattr(self._module, name)
+    return functools.partial(self, method=name) if inspect.ismethod(value) else value
 
   def __call__(self, *args: Any, **kwargs: Any) -> Any:
     """Applies the module to the arguments; the keyword `method` names another method to call."""

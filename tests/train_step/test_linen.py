@@ -3,7 +3,7 @@
 import itertools
 
 import chex
-from flax import core, linen as nn
+from flax import core, errors, linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -226,3 +226,46 @@ def test_the_step_can_be_inspected_without_making_one():
 def test_refuses_variables_without_params():
   with pytest.raises(ValueError, match=r"with a collection 'params'; got the keys \['kernel'\]"):
     linen.split_loss(loss_fn, Network(), {"kernel": jnp.ones(3)})
+
+
+class Encoder(nn.Module):
+  width: int = 3
+
+  def setup(self):
+    self.dense = nn.Dense(self.width)
+    self.dropout = nn.Dropout(0.5, deterministic=False)
+
+  def encode(self, x):
+    return jnp.tanh(self.dense(x))
+
+  def __call__(self, x):
+    return self.dropout(self.encode(x)).sum()
+
+
+X = jnp.eye(2)
+ENCODED = Encoder().init({"params": KEY, "dropout": KEY}, X)
+
+
+def test_a_loss_calls_the_methods_of_a_module_and_reads_its_fields():
+  loss, params, state = linen.split_loss(
+    lambda model, x: (model.encode(x) ** 2).sum() / model.width, Encoder(), ENCODED
+  )
+  kernel, bias = params["dense"]["kernel"], params["dense"]["bias"]
+  value, _ = loss(params, state, X)
+  np.testing.assert_allclose(value, (np.tanh(X @ kernel + bias) ** 2).sum() / 3, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["apply", "variables", "dense", "missing"])
+def test_a_loss_that_reads_what_its_model_lacks_is_told_what_it_has(name):
+  loss, *arguments = linen.split_loss(lambda model, x: getattr(model, name), Encoder(), ENCODED)
+  with pytest.raises(
+    AttributeError, match=rf"no `{name}`.*`model\.encode\(x\)`; `model.collections`"
+  ):
+    loss(*arguments, X)
+
+
+def test_a_dropout_without_a_key_is_told_to_pass_one():
+  step, state = start(optax.sgd(0.1), lambda model, x: model(x), Encoder(), ENCODED)
+  with pytest.raises(errors.InvalidRngError) as raised:
+    step(state, X)
+  assert any("`step(state, batch, key)`" in note for note in raised.value.__notes__)
