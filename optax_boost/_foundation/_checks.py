@@ -264,7 +264,10 @@ def check_key(name: str, key: _types.Unchecked) -> None:
     is_one_key = key.ndim == 0 if typed else key.ndim == 1 and key.dtype == jnp.uint32
     got = f"an array of shape {key.shape} and dtype {key.dtype}"
   if not is_one_key:
-    raise TypeError(f"`{name}` must be one key of `jax.random.key`; got {got}.")
+    raise TypeError(
+      f"`{name}` must be one key of `jax.random.key`; got {got}. Make one with"
+      " `jax.random.key(seed)`; arrays of a batch are one tree, such as the tuple `(x, y)`."
+    )
 
 
 def check_name(

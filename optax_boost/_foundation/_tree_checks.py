@@ -164,4 +164,4 @@ def _describe(name: str, path: str, leaf: _types.Unchecked) -> str:
   if isinstance(leaf, int | float | complex):
     advice = f"Convert it with `jax.tree.map(jnp.asarray, {name})`."
   got = f"is {_checks.shorten(leaf)} of type {type(leaf).__name__}"
-  return f"the leaf '{_paths.leaf_name(path)}' {got}. {advice}"
+  return f"the leaf '{path or name}' {got}. {advice}"

@@ -630,6 +630,8 @@ def test_errors_do_not_advise_a_mask_that_would_not_help(call):
     (1.0, 3, r"`rng` must be one key of `jax.random.key`; got 3"),
     (1.0, "text", r"`rng` must be one key of `jax.random.key`; got 'text'"),
     (1.0, jnp.ones(3), r"`rng` must be one key .*; got an array of shape \(3,\) and dtype float32"),
+    (1.0, np.ones(3), r"arrays of a batch are one tree, such as the tuple `\(x, y\)`"),
+    ("text", None, "`batch` must hold arrays.* the leaf 'batch' is 'text'"),
     (1.0, jax.random.split(jax.random.key(0)), r"`rng` must be one key .* shape \(2,\)"),
   ],
 )
