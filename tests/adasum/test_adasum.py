@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import optax_boost
+from optax_boost._methods._adasum import _pairs
 from tests import closeness, meshes
 
 # The traces are met within 0.9 ulps of the summed magnitudes of their terms.
@@ -277,6 +278,16 @@ def test_a_node_that_cancels_exactly_counts_as_zero_and_no_other():
     rows = np.stack([a, -a * np.float32(1 - part), a + b, a + b])
     error = norm(reduced(rows) - tree_of_pairs(rows))
     assert error <= 2.0**-22 / part * norm(a)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_numbers_are_scaled_by_powers_of_two_to_the_last_bit(dtype, x64):
+  lowest, highest = np.finfo(dtype).minexp, np.finfo(dtype).maxexp - 1
+  before = np.array([lowest, lowest, -1, 0, highest, highest])
+  after = np.array([lowest, highest, 5, -3, lowest + 1, highest])
+  x = np.ldexp(np.array([-1.75], dtype), before)
+  np.testing.assert_array_equal(_pairs.scale(x, after - before), np.ldexp(x, after - before))
+  assert not np.any(_pairs.scale(np.zeros(2, dtype), np.array([-3 * highest, 3 * highest])))
 
 
 def test_large_and_small_leaves_keep_their_range_on_devices_in_groups_and_nodes():
