@@ -29,7 +29,7 @@ OF_ALL_ROWS = (
 )
 # Files and tests of tests/house that run the code of other methods, so the copy can't change their
 # outcome: programs of other pages, examples, benchmarks. And this file, which would start itself
-# again, and the build of all pages, in place of which the new ones are built here.
+# again.
 UNTOUCHED_FILES = (
   "adding_a_method",
   "command_lines",
@@ -53,14 +53,12 @@ UNTOUCHED = (
   "test_the_built_wheel_trains_and_does_not_import_flax",
   "test_the_code_of_a_page_runs",
   "test_the_momentum_of_sgperm_leaves_out_what_is_counted",
-  "test_the_pages_build_without_a_warning",
 )
 # A file has cases of a new method if it reads the registry or the public names. Other files are not
 # collected: their imports would take as long as the tests.
 READS_ALL_METHODS = re.compile(r"\bregistry\b|\b__all__\b")
 # Every test that has the new method among its cases, wherever it is, and what looks at all methods.
 SELECTED = " or ".join([METHOD, *OF_ALL_ROWS, f"(house and not ({' or '.join(UNTOUCHED)}))"])
-PAGES = ("cards", "reference")
 TOOLS = ROOT / ".venv-tools" / "bin"
 
 
@@ -168,21 +166,10 @@ def test_every_test_that_can_see_the_new_method_passes(copy):
   assert FILE in printed
 
 
-def test_the_pages_of_the_new_method_build_without_a_warning(copy, tmp_path):
+# Of the copy, since it has all pages and one more.
+def test_all_pages_and_the_new_one_build_without_a_warning(copy, tmp_path):
   pytest.importorskip("furo")
-  docs = copy / "docs"
-  new = {"index.md", *(f"{folder}/{page}.md" for folder in PAGES for page in ("index", METHOD))}
-  every = {str(path.relative_to(docs)) for path in [*docs.rglob("*.md"), *docs.rglob("*.ipynb")]}
-  assert new <= every
-  run(
-    copy,
-    *pages.CHECK,
-    # The build makes the pages of results.
-    *("-D", f"exclude_patterns=results/*,{','.join(sorted(every - new))}"),
-    # Links to the pages that are left out.
-    *("-D", "suppress_warnings=toc.excluded,toc.not_readable,myst.xref_missing"),
-    *("-d", str(tmp_path / "trees"), str(docs), str(tmp_path / "out")),
-  )
+  run(copy, *pages.CHECK, "-d", str(tmp_path / "trees"), str(copy / "docs"), str(tmp_path / "out"))
 
 
 @pytest.mark.skipif(not TOOLS.exists(), reason="needs what `make lint type` installs")
