@@ -70,14 +70,14 @@ class TrainStep:
     try:
       # Like `nnx.jit`, but donates only arrays to which nothing else refers.
       with nnx.update_context(_STEP_CONTEXT):
-        with nnx.split_context(_STEP_CONTEXT) as context:
-          graphdef, arrays = context.flatten((model, optimizer, rngs), with_paths=False)
+        graphdefs, arrays = _flatten(model, optimizer, *rngs)
         if self._donate:
           arrays = _copy_shared(arrays, training.outputs)
-        graphdef, arrays, metrics = self._jitted(graphdef, arrays, *settings)
+        graphdefs, arrays, metrics = self._jitted(graphdefs, arrays, *settings)
         training.outputs = list(map(weakref.ref, jax.tree.leaves(arrays)))
         with nnx.merge_context(_STEP_CONTEXT, inner=False) as context:
-          context.unflatten(graphdef, arrays)
+          for graphdef, leaves in zip(graphdefs, arrays, strict=True):
+            context.unflatten(graphdef, leaves)
     except (TypeError, ValueError):
       _tree_checks.check_traceable("batch", settings[0])
       raise
@@ -141,9 +141,7 @@ class TrainStep:
     """Lowers the step, like ``jax.jit(...).lower``; changes nothing. The batch may be abstract."""
     rngs, settings, _ = self._prepare(model, optimizer, batch, rng)
     with nnx.update_context(_STEP_CONTEXT):
-      with nnx.split_context(_STEP_CONTEXT) as context:
-        graphdef, arrays = context.flatten((model, optimizer, rngs), with_paths=False)
-      return self._jitted.lower(graphdef, arrays, *settings)
+      return self._jitted.lower(*_flatten(model, optimizer, *rngs), *settings)
 
   def _prepare(
     self, model: _model.Model, optimizer: nnx.Optimizer, batch: _types.Batch, rng: Rng | None
@@ -178,18 +176,18 @@ class TrainStep:
 
   def _step(
     self,
-    graphdef: nnx.GraphDef,
-    arrays: list[Any],
+    graphdefs: list[nnx.GraphDef],
+    arrays: list[list[Any]],
     batch: _types.Batch,
     key: jax.Array | None,
     data: dict[str, _types.Tree],
     depth: int | None,
     placement: _Placement,
-  ) -> tuple[nnx.GraphDef, list[Any], _types.Metrics]:
+  ) -> tuple[list[nnx.GraphDef], list[list[Any]], _types.Metrics]:
     """Computes a step on the arrays of model, optimizer and rngs; returns their new arrays."""
     with nnx.merge_context(_STEP_CONTEXT, inner=True) as context:
-      model, optimizer, rngs = context.unflatten(graphdef, arrays)
-    computation, state = self._split(model, optimizer, rngs, key)
+      model, optimizer, *rngs = map(context.unflatten, graphdefs, arrays)
+    computation, state = self._split(model, optimizer, tuple(rngs), key)
     # If the model's structure has changed since `placement` was computed, the shardings don't fit
     # the arrays of the state.
     if len(placement) != len(jax.tree.leaves(state)):
@@ -201,9 +199,7 @@ class TrainStep:
     state, metrics = computation.step(state, batch, key, data, depth, placement)
     _write_state(state, optimizer)
     _model.write(state.params, state.model_state, model, *rngs)
-    with nnx.split_context(_STEP_CONTEXT) as context:
-      graphdef, arrays = context.flatten((model, optimizer, rngs), with_paths=False)
-    return graphdef, arrays, metrics
+    return *_flatten(model, optimizer, *rngs), metrics
 
   def _split(
     self, model: _model.Model, optimizer: nnx.Optimizer, rngs: _Rngs, key: jax.Array | None
@@ -250,6 +246,17 @@ def _check_update(optimizer: nnx.Optimizer) -> None:
       " called. Put what it does to gradients into `optimizer.tx`, with `optax.chain`, and do the"
       " rest after the step, which returns its metrics."
     )
+
+
+def _flatten(*nodes: Any) -> tuple[list[nnx.GraphDef], list[list[Any]]]:
+  """Returns the structure and the arrays of each node.
+
+  ``nnx.cached_partial`` caches each node by itself. A step that flattened all nodes as one tuple
+  would not find them in its cache, and would write the new arrays into copies.
+  """
+  with nnx.split_context(_STEP_CONTEXT) as context:
+    parts = [context.flatten(node, with_paths=False) for node in nodes]
+  return [graphdef for graphdef, _ in parts], [arrays for _, arrays in parts]
 
 
 def _copy_shared(arrays: list[Any], outputs: Sequence[weakref.ref[jax.Array]]) -> list[Any]:

@@ -257,6 +257,19 @@ def test_a_model_that_holds_unusual_things_trains(held):
     expect_right_steps(step, model, optimizer)
 
 
+@pytest.mark.skipif(not hasattr(nnx, "cached_partial"), reason="this flax has no cached_partial")
+def test_a_step_that_is_bound_by_cached_partial_trains_the_model():
+  models = [make(optax.adam(0.1)) for _ in range(2)]
+  step = ob_nnx.make_train_step(loss_fn)
+  bound = nnx.cached_partial(step, *models[0])
+  for _ in range(2):
+    np.testing.assert_array_equal(bound(X)["loss"], step(*models[1], X)["loss"])
+  got, expected = (jax.tree.leaves(nnx.state(pair)) for pair in models)
+  for array, other in zip(got, expected, strict=True):
+    np.testing.assert_array_equal(array, other)
+  assert models[0][1].step[...] == 2
+
+
 def test_works_inside_another_trace():
   step = ob_nnx.make_train_step(loss_fn)
   model, optimizer = make()
