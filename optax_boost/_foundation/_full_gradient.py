@@ -1,10 +1,13 @@
 """``full_gradient``: the mean gradient over all of the data, in one pass over its batches."""
 
 from collections.abc import Callable, Iterable, Mapping
+import dataclasses
 import functools
 import math
 import numbers
+import types
 from typing import Any, TypeAlias
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -117,19 +120,24 @@ def mean_over_batches(
   method: str,
   shown_as: str,
   on_batch: Callable[[_types.Batch], None] = lambda batch: None,
+  owner: Callable[..., Any] | None = None,
 ) -> _types.Updates:
   """Computes the mean of ``function(params, batch)`` over batches, weighted by numbers of examples.
 
   `function` returns a tree like `params`, and so does :func:`mean_over_batches`. The arguments
   `rng`, `weight_fn` and `progress` are as in :func:`full_gradient`. Error messages name
   `method`, and the progress bar shows `shown_as`. `on_batch` is called with the arrays of each
-  batch.
+  batch. Compiled programs are freed with `owner`, a function of the user (None: `function`), to
+  which `function` may then refer only by :class:`WeakFunction`.
   """
   check_batches("batches", batches)
   # The arrays that a `Partial` binds are arguments of the jitted function, not constants. So a
   # Partial of the same function with other arrays is not compiled again.
   partial = isinstance(function, jax.tree_util.Partial)
-  bound = function if partial else jax.tree_util.Partial(function)
+  bound: Any = function if partial else jax.tree_util.Partial(function)
+  add = _jitted_add(bound.func if owner is None else owner)
+  if owner is None:
+    bound = jax.tree_util.Partial(WeakFunction.of(bound.func), *bound.args, **bound.keywords)
   carry, structure = (_arrays.zeros_like_wide(params), jnp.zeros([])), None
   shown = _progress.with_progress(batches, progress, shown_as, "batch")
   # XLA 22: a Python loop, not a scan, since gradients of convolutions are slow in a scan on CPUs.
@@ -147,7 +155,7 @@ def mean_over_batches(
     jax.block_until_ready(carry[1])
     weight = _weight(arrays, weight_fn, index, method)
     on_batch(arrays)
-    carry = _jitted_add(carry, bound, params, arrays, weight, rng, index)
+    carry = add(carry, bound, params, arrays, weight, rng, index)
   if structure is None:
     raise ValueError(
       f"`{method}` needs at least one batch; got none. An iterator that was used up by a"
@@ -221,7 +229,42 @@ def _add(
   return jax.tree.map(add, total, gradients), weights + weight
 
 
-_jitted_add = jax.jit(_add, donate_argnums=0)
+@dataclasses.dataclass(frozen=True)
+class WeakFunction:
+  """A function to which this object refers weakly; equal for equal functions.
+
+  Compiled programs are cached by objects like this, so that no cache keeps alive a user's function,
+  nor the arrays over which it closes.
+  """
+
+  reference: Callable[[], Callable[..., Any] | None]
+
+  @classmethod
+  def of(cls, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a `WeakFunction`; `function` itself if there can be no weak references to it."""
+    is_method = isinstance(function, types.MethodType)
+    try:
+      return cls((weakref.WeakMethod if is_method else weakref.ref)(function))
+    except TypeError:
+      return function
+
+  def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    function = self.reference()
+    assert function is not None  # it is called only while the caller holds the function
+    return function(*args, **kwargs)
+
+
+# A jitted `_add` for each owner of programs.
+_JITTED = weakref.WeakKeyDictionary[Any, Callable[..., Any]]()
+
+
+def _jitted_add(owner: Callable[..., Any]) -> Callable[..., Any]:
+  """Returns a jitted :func:`_add`, whose compiled programs are freed with `owner`."""
+  jitted = jax.jit(lambda *args: _add(*args), donate_argnums=0)
+  try:
+    return _JITTED.setdefault(getattr(owner, "__self__", owner), jitted)
+  except TypeError:  # `owner` has no hash, or there can be no weak references to it
+    return jitted
 
 
 def _weight(

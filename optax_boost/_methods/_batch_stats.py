@@ -95,6 +95,7 @@ def estimate(
   selection: Selection,
   batches: Iterable[_types.Tree],
   weight_fn: _types.WeightFn | None,
+  forward_fn: Callable[..., Any],
 ) -> dict[str, Statistics]:
   """Returns the new statistics of the selected BatchNorms, by path.
 
@@ -102,7 +103,7 @@ def estimate(
   :func:`summarize_uses` for each BatchNorm in `chosen`, by path. `statistics` are the present
   statistics of all BatchNorms. ``weight_fn(batch)`` returns a batch's number of examples; if it is
   None, the shapes of the batch tell the number. A BatchNorm that did not normalize by the batch in
-  some batch is missing in the result.
+  some batch is missing in the result. Compiled programs are freed with the user's `forward_fn`.
   """
   if not selection.paths:
     _warnings.warn(f"`{_METHOD}` found no BatchNorm to estimate.", _warnings.NoEffectWarning)
@@ -123,6 +124,7 @@ def estimate(
     _METHOD,
     "batch statistics",
     on_batch=lambda batch: finite.append(_finite_leaves(batch)),
+    owner=forward_fn,
   )
   missed = [path for path, x in means.items() if np.any(x["missed"])]
   frozen = [path for path in missed if np.any(means[path]["frozen"])]

@@ -9,7 +9,7 @@ from flax import linen as nn, traverse_util
 import jax
 import jax.numpy as jnp
 
-from optax_boost._foundation import _checks, _mesh_axes, _types
+from optax_boost._foundation import _checks, _full_gradient, _mesh_axes, _types
 from optax_boost._methods import _batch_stats
 from optax_boost.linen import _module
 
@@ -88,9 +88,12 @@ def estimate_batch_stats(
     for sum_name in _batch_stats.SUMS
   }
   constants = {**collections, _COLLECTION: traverse_util.unflatten_dict(with_sums)}
-  summary = _BatchSummary(module, forward_fn or _batch_stats.call_model, selection)
+  forward_fn = forward_fn or _batch_stats.call_model
+  summary = _BatchSummary(module, _full_gradient.WeakFunction.of(forward_fn), selection)
   summarize_batch = jax.tree_util.Partial(summary, params, constants)
-  estimated = _batch_stats.estimate(summarize_batch, statistics, selection, batches, weight_fn)
+  estimated = _batch_stats.estimate(
+    summarize_batch, statistics, selection, batches, weight_fn, forward_fn
+  )
   leaves |= {
     (*norms[name], statistic): leaf
     for name, new in estimated.items()

@@ -8,7 +8,7 @@ from flax import nnx
 import jax
 import jax.numpy as jnp
 
-from optax_boost._foundation import _checks, _mesh_axes, _types
+from optax_boost._foundation import _checks, _full_gradient, _mesh_axes, _types
 from optax_boost._methods import _batch_stats
 from optax_boost.nnx import _batch, _model
 
@@ -83,11 +83,14 @@ def estimate_batch_stats(
     for name in _batch_stats.SUMS:
       setattr(norm, name, nnx.BatchStat(jnp.zeros_like(norm.mean[...])))
   # A `Partial`, so that calls with the same function and model structure share a compiled program.
-  forward = jax.tree_util.Partial(forward_fn or _batch_stats.call_model)
+  forward_fn = forward_fn or _batch_stats.call_model
+  forward = jax.tree_util.Partial(_full_gradient.WeakFunction.of(forward_fn))
   summarize_batch = jax.tree_util.Partial(_summarize_batch, forward, *nnx.split(working))
   statistics = {path: {"mean": n.mean[...], "var": n.var[...]} for path, n in norms.items()}
   batches, weight_fn = _batch.close_all(batches), _batch.on_user_batch(weight_fn)
-  estimated = _batch_stats.estimate(summarize_batch, statistics, selection, batches, weight_fn)
+  estimated = _batch_stats.estimate(
+    summarize_batch, statistics, selection, batches, weight_fn, forward_fn
+  )
   for path, new in estimated.items():
     norms[path].mean[...], norms[path].var[...] = new["mean"], new["var"]
   return copy

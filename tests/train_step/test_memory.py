@@ -4,6 +4,7 @@ import functools
 import gc
 import weakref
 
+from flax import linen as nn, nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +12,8 @@ import optax
 import pytest
 
 import optax_boost
+import optax_boost.linen
+import optax_boost.nnx
 
 X = jnp.ones(3)
 GROUPS = ["body", "head"]
@@ -102,3 +105,42 @@ def test_the_key_of_add_noise_serves_two_runs():
   )
   states = [functools.reduce(lambda s, _: step(s, X)[0], range(2), step.init(X)) for _ in range(2)]
   np.testing.assert_array_equal(*(state.params for state in states))
+
+
+def refresh_a_step(array):
+  tx = optax.chain(optax_boost.svrg(refresh_every=None), optax.sgd(0.1))
+  step = optax_boost.make_train_step(lambda p, x: loss_fn(p, x + array), tx)
+  step.refresh(step.init(jnp.ones(3)), [X])
+
+
+def average_gradients(array):
+  gradient = jax.grad(lambda p, x: loss_fn(p, x + array))
+  optax_boost.full_gradient(gradient, jnp.ones(3), [X])
+
+
+def estimate_statistics(array):
+  model, batches = nnx.BatchNorm(3, rngs=nnx.Rngs(0)), [jnp.eye(3)]
+  optax_boost.nnx.estimate_batch_stats(model, batches, forward_fn=lambda model, x: model(x + array))
+
+
+def estimate_statistics_of_linen(array):
+  module, x = nn.BatchNorm(use_running_average=False), jnp.eye(3)
+  optax_boost.linen.estimate_batch_stats(
+    module,
+    module.init(jax.random.key(0), x),
+    [x],
+    forward_fn=lambda model, x: model(x + array),
+  )
+
+
+@pytest.mark.parametrize(
+  "run_pass",
+  [refresh_a_step, average_gradients, estimate_statistics, estimate_statistics_of_linen],
+)
+def test_the_arrays_that_a_function_of_a_pass_closes_over_are_freed_with_it(run_pass):
+  array = jnp.arange(3.0)
+  run_pass(array)
+  kept = weakref.ref(array)
+  del array
+  gc.collect()
+  assert kept() is None
