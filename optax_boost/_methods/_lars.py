@@ -28,6 +28,7 @@ from optax_boost._foundation import (
   _selectors,
   _trees,
   _types,
+  _warnings,
 )
 from optax_boost._methods import _layer_arguments
 from optax_boost._trace import _layer_axes
@@ -307,6 +308,14 @@ def _scale_by_trust_ratio(
       return [True] * len(jax.tree.leaves(params))
     return _selectors.select(params, weight_decay_mask, "weight_decay_mask")
 
+  @_trees.once_per_tree
+  def warn_if_idle(tree: _types.Tree, layers: _layer_axes.LayerAxes | None) -> None:
+    plan = leaves.plan(tree, layers)
+    if all(skip for _, skip in plan):
+      _warnings.warn_no_effect(
+        f"`{leaves.method}` scales no leaf: `exclude` matches all.", [leaf.path for leaf, _ in plan]
+      )
+
   def init(params: optax.Params) -> ScaleByLarsTrustRatioState:
     decayed(params)
     return ScaleByLarsTrustRatioState(
@@ -325,6 +334,7 @@ def _scale_by_trust_ratio(
     plan = leaves.plan(params, layers)
     if not plan:
       return updates, state
+    warn_if_idle(updates, layers)
     rate = clip_ratio(state.count) if callable(clip_ratio) else clip_ratio
     dtype = state.trust_ratio.dtype
 

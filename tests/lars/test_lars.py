@@ -318,10 +318,18 @@ def test_biases_and_normalizations_are_excluded_by_name_and_rank(path, shape, ex
   tree = jnp.ones(shape)
   for key in reversed(keys):
     tree = {key: tree}
+  tree = {"first": tree, "second": {"kernel": jnp.ones((2, 2))}}
   tx = optax_boost.scale_by_lars_trust_ratio(trust_coefficient=0.5)
   _, state = tx.update(tree, tx.init(tree), tree)
-  (ratio,) = jax.tree.leaves(state.trust_ratio)
-  assert (ratio == 1) == expected
+  assert (state.trust_ratio[0] == 1) == expected
+
+
+def test_a_warning_says_that_no_leaf_is_scaled():
+  params = {"kernel": jnp.ones((2, 2)), "bias": jnp.ones(2)}
+  tx = optax.flatten(optax_boost.lars(0.1))  # hands over one vector, which no layer can be seen in
+  with pytest.warns(optax_boost.NoEffectWarning, match="`lars` scales no leaf: `exclude` matches"):
+    updates, _ = tx.update(params, tx.init(params), params)
+  np.testing.assert_allclose(updates["kernel"], -0.1)  # the step of SGD
 
 
 def test_the_ratio_of_stacked_layers_is_the_mean_of_their_own_ratios():
@@ -427,7 +435,8 @@ def test_a_callable_mask_under_inject_hyperparams_works_as_a_static_argument():
     optax_boost.scale_by_lars_trust_ratio, static_args=("exclude",)
   )
   tx = factory(exclude=lambda tree: jax.tree.map(lambda _: True, tree))
-  updates, _ = tx.update(params, tx.init(params), params)
+  with pytest.warns(optax_boost.NoEffectWarning, match=r"scales no leaf.* The leaves are: kernel"):
+    updates, _ = tx.update(params, tx.init(params), params)
   np.testing.assert_array_equal(updates["kernel"], params["kernel"])
 
 
