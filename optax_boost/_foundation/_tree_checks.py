@@ -61,9 +61,11 @@ def check_same_tree(updates: _types.Tree, params: _types.Tree, method: str) -> N
     clauses = [f"lack {_checks.shorten(lacking)}"] if lacking else []
     clauses += [f"have {_checks.shorten(surplus)}"] if surplus else []
     differ = " and ".join(clauses) or f"have the containers {got} instead of {want}"
+    call = "apply_gradients(tx, grads, state, params)"
+    order = f": `{call}`" if method == "apply_gradients" else ""
     raise ValueError(
       f"`{method}` needs gradients and params of the same tree structure; got gradients that"
-      f" {differ}. Pass the params that the gradients were taken with respect to."
+      f" {differ}. Pass the params that the gradients were taken with respect to{order}."
     )
   pairs = zip(jax.tree.leaves(updates), jax.tree.leaves(params), strict=True)
   for i, (update, param) in enumerate(pairs):

@@ -75,7 +75,10 @@ class StepState(NamedTuple):
     for slot in self[3:]:
       if name in getattr(slot, "_fields", ()):
         return getattr(slot, name)
-    raise AttributeError(f"This step's state has no `{name}`.")
+    raise AttributeError(
+      f"This step's state has no `{name}`. Its `inner_state` is the state of the optimizer inside"
+      " of the wrappers: pass it to functions of optax that read one optimizer's state."
+    )
 
 
 # The fields of a state that a wrapper fills.

@@ -484,6 +484,26 @@ def test_refuses_objects_that_are_not_transformations_and_gradients_of_other_par
     optax_boost.apply_gradients(tx, grads, state, params)
 
 
+def test_arguments_in_the_order_of_optax_are_told_the_order():
+  tx, params = optax.adam(0.1), {"w": jnp.ones(2)}
+  state = tx.init(params)
+  for arguments in ((params, params, state), (params, state, state)):
+    with pytest.raises(ValueError, match=r"`apply_gradients\(tx, grads, state, params\)`"):
+      optax_boost.apply_gradients(tx, *arguments)
+
+
+def test_a_field_that_a_step_has_not_is_said_to_be_further_inside():
+  params = jnp.ones(2)
+  schedule_free = optax.contrib.schedule_free_sgd(0.1)
+  state = optax_boost.accumulate(schedule_free, 2).init(params)
+  with pytest.raises(
+    AttributeError, match=r"no `b1`\. Its `inner_state` is the state of the optimizer"
+  ):
+    optax.contrib.schedule_free_eval_params(state, params)
+  evaluated = optax.contrib.schedule_free_eval_params(state.inner_state, params)
+  np.testing.assert_allclose(evaluated, params, rtol=1e-6)
+
+
 def test_complex_gradients_are_checked_by_their_magnitudes():
   """The squares of 1e30 (1 + i) have a real part of zero."""
   tx = optax_boost.accumulate(optax.sgd(0.5), every=1)
