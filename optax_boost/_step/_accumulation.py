@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_boost._form import _protocol
-from optax_boost._foundation import _arrays, _checks, _types
+from optax_boost._foundation import _arrays, _checks, _extra_args, _types
 from optax_boost._step import _state, _wrapper
 
 _METHOD = "accumulate"
@@ -209,7 +209,9 @@ class _Accumulate:
     means = jax.tree.map(mean, window.state.accumulator, grads, like)
     if self._is_off:
       return means, extra_args | ({"grad": means} if "grad" in extra_args else {})
-    replaced = {"grad": means} | dict.fromkeys(_CLOSURES, _refused)
+    # optax's line searches refuse a `value_fn` whose signature lacks an extra argument.
+    refused = _extra_args.accept_extra_args(_refused)
+    replaced = {"grad": means} | dict.fromkeys(_CLOSURES, refused)
     if window.value_sum is not None:
       replaced["value"] = window.value_sum / window.divisor
     present = {name for name, value in extra_args.items() if value is not None}
@@ -232,7 +234,7 @@ class _Accumulate:
     return window.state._replace(accumulator=accumulator)
 
 
-def _refused(*args: Any, **kwargs: Any) -> None:
+def _refused(params: optax.Params, *args: Any) -> None:
   """Stands for the loss as a function of params, which a window does not have."""
   raise ValueError(
     "`accumulate` can't hold an optimizer that calls `value_fn` or `grad_fn`, as line searches do:"

@@ -154,6 +154,13 @@ def test_an_optimizer_that_calls_the_loss_is_refused_in_a_window(name):
   tx.update(params, tx.init(params), params, **arguments)
 
 
+def test_a_line_search_of_optax_is_refused_in_a_window_of_a_train_step():
+  tx = optax_boost.accumulate(optax.lbfgs(), 2)
+  step = optax_boost.make_train_step(lambda params, x: jnp.sum(params * x), tx)
+  with pytest.raises(ValueError, match=r"`accumulate` can't hold .* as line searches do"):
+    step(step.init(jnp.ones(1)), 1.0)
+
+
 def test_refuses_a_weight_per_example():
   tx = optax_boost.accumulate(optax.sgd(0.1), 2)
   with pytest.raises(ValueError, match=r"`weight` must be a scalar; got an array of shape \(4,\)"):
