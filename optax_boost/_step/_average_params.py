@@ -71,7 +71,7 @@ class AverageParamsState(NamedTuple):
     average: tree of the params' structure, their average in at least float32.
     statistics: dict from the path of each averaged statistic to its average in at least float32.
     snapshot_count: scalar int32, the number of snapshots taken.
-    formula: a dict without arrays, whose only key tells the formula: ``"start"``, ``"decay"`` or
+    formula: a dict without arrays, whose only key tells the formula: ``"start=0"``, ``"decay"`` or
       ``"decay(k)"``.
   """
 
@@ -237,9 +237,9 @@ class _AverageParams:
 
   @property
   def formula(self) -> str:
-    """Returns the name of the formula of the average."""
+    """Returns the name of the formula of the average, with `start` unless it is an array."""
     if self.decay is None:
-      return "start"
+      return f"start={self.start}" if _checks.is_integer(self.start) else "start"
     return "decay(k)" if callable(self.decay) else "decay"
 
   def new_statistics(self, extra_args: _types.ExtraArgs) -> dict[str, jax.Array]:
@@ -270,12 +270,6 @@ class _AverageParams:
 
     `count` is the number of steps made. The new params are computed only if a snapshot is due.
     """
-    (formula,) = state.formula
-    if formula != self.formula:
-      raise ValueError(
-        f"`average_params` with `{self.formula}` can't go on with an average that was made with"
-        f" `{formula}`, whose weights are others. Begin a new one: `tx.init(params)`."
-      )
     is_due = self._is_due(count, made)
     snapshot_count = _arrays.increment_if(is_due, state.snapshot_count)
     averages = state.average, state.statistics

@@ -7,7 +7,7 @@ from typing import Any
 
 import optax
 
-from optax_boost._form import _form, _transformation
+from optax_boost._form import _form, _state_check, _transformation
 from optax_boost._foundation import _checks, _mesh_axes, _types
 from optax_boost._step import _run, _slots, _state
 
@@ -88,6 +88,7 @@ def as_transformation(step: _slots.Step) -> optax.GradientTransformationExtraArg
     extra_args: _types.ExtraArgs,
   ) -> tuple[optax.Updates, optax.OptState]:
     check(updates, state, params)
+    _state_check.check(tx, state, updates if params is None else params)
     return _run.run(step, updates, state, params, extra_args, in_place=False)
 
   tx = _transformation.with_form(form, functools.partial(_run.init, step), update)

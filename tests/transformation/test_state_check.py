@@ -58,6 +58,68 @@ def test_another_state_is_named_by_what_tells_it_apart(tx, state, words, door):
     steps(tx, state)[door]()
 
 
+HALF = {"a": jnp.ones(3, jnp.bfloat16), "b": jnp.ones(2, jnp.bfloat16)}
+
+
+def frozen(frozen_groups, **kwargs):
+  schedule = optax_boost.fixed_freezing(2, frozen_groups, steps=4)
+  return optax_boost.freeze_layers(optax.adam(0.1), ["a", "b"], schedule, **kwargs)
+
+
+def statistics(name):
+  return {"start": 0, "model_state": {name: jnp.ones(3)}}
+
+
+@pytest.mark.parametrize(
+  ("first", "second", "words"),
+  [
+    (
+      optax_boost.stochastic_rounding(optax.sgd(0.1), 0),
+      optax_boost.master_weights(optax.sgd(0.1)),
+      "it lacks the leaf 'precision/master_params/a'",
+    ),
+    (
+      optax_boost.master_weights(optax.sgd(0.1)),
+      optax_boost.master_weights(optax.sgd(0.1), key=0),
+      "it lacks the leaf 'precision/key'",
+    ),
+    (
+      optax_boost.average_params(optax.sgd(0.1), start=0),
+      optax_boost.average_params(optax.sgd(0.1), start=9),
+      "it has 'averaging/formula/start=0', not 'averaging/formula/start=9'",
+    ),
+    (
+      optax_boost.average_params(optax.sgd(0.1), start=0),
+      optax_boost.average_params(optax.sgd(0.1), decay=0.9),
+      "it has 'averaging/formula/start=0', not 'averaging/formula/decay'",
+    ),
+    (
+      optax_boost.average_params(optax.sgd(0.1), **statistics("mean")),
+      optax_boost.average_params(optax.sgd(0.1), **statistics("average")),
+      "it lacks the leaf 'averaging/statistics/average'",
+    ),
+    (
+      frozen(1),
+      frozen(0),
+      r"it has '.*schedule: fixed_freezing\(2, 1, .*, not '.*fixed_freezing\(2, 0, ",
+    ),
+    (frozen(1, counts="run"), frozen(1), "it lacks the leaf 'freezing/group_counts/0'"),
+  ],
+  ids=["rounding", "key", "start", "start and decay", "statistics", "schedule", "counts"],
+)
+@pytest.mark.parametrize("jitted", [False, True])
+def test_a_wrapper_refuses_the_state_of_another_configuration(first, second, words, jitted):
+  update = jax.jit(second.update) if jitted else second.update
+  with pytest.raises(ValueError, match=REQUIRED + f".*{words}"):
+    update(HALF, first.init(HALF), HALF)
+
+
+def test_a_wrapper_refuses_a_state_that_would_broadcast():
+  tx = optax_boost.accumulate(optax.sgd(0.1), 2)
+  with pytest.raises(ValueError, match=REQUIRED + "its leaf 'accumulation/accumulator/a' must"):
+    tx.update(PARAMS, tx.init(PARAMS | {"a": jnp.ones(1)}))
+
+
 def test_the_error_is_about_the_gradients_even_if_the_state_also_belongs_to_other_params():
   tx = optax_boost.accumulate(optax.sgd(0.1), 2)
   with pytest.raises(ValueError, match=r"got gradients that lack \['b'\]. Pass the params that"):

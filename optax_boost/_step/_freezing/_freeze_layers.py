@@ -41,7 +41,7 @@ class FreezeLayersState(NamedTuple):
       -d - 1 if the schedule returned d, which is none of its depths.
     key: raw key data of the schedule's generator.
     made_for: a dict without arrays. Its two keys describe the groups and the schedule: the train
-      step reads the groups, and a state of other groups or of another schedule is refused.
+      step reads the groups, and a state with other keys is refused.
     group_counts: a vector for each leaf of `inner_state` that counts the steps of moments, in the
       order of ``jax.tree.leaves``. Entry i counts only the steps that trained group i.
   """
@@ -266,7 +266,6 @@ class _FreezeLayers:
     kept: _kept_leaves.KeptLeaves,
   ) -> "_FrozenStep":
     """Returns the functions of a step with the depth in `state`."""
-    self._check_made_for(state.freezing.made_for)
     frozen_for = _checks.concrete_number(state.freezing.frozen_for)
     if frozen_for is not None:
       state.freezing.check_declared(int(frozen_for))
@@ -280,17 +279,6 @@ class _FreezeLayers:
       layout, vectors, self.classes, leaf_groups, self._first_trained(depth)
     )
     return _FrozenStep(self, state.count, depth, group_numbers, counts, inner)
-
-  def _check_made_for(self, made_for: dict[str, optax.MaskedNode]) -> None:
-    """Raises ValueError if a state was made for other groups or another schedule."""
-    for mine, other in zip(self.description, sorted(made_for), strict=True):
-      if mine != other:
-        required, got = _checks.shorten(mine, 200), _checks.shorten(other, 200)
-        raise ValueError(
-          f"`freeze_layers` can't go on from a state that was made for other groups or another"
-          f" schedule: required {required}, got {got}. Write both stages as one FreezeSchedule, or"
-          " begin the second with a new state, `step.init(params)`."
-        )
 
   def _depth_at(self, count: _types.IntScalar, key_data: jax.Array) -> dict[str, Any]:
     """Returns the fields `frozen_groups` and `frozen_for` of the state for step `count`."""
