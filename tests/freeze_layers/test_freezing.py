@@ -228,12 +228,6 @@ def test_the_first_half_of_the_groups_may_thaw_upward(groups):
   depths = depths_of(schedule)
   assert (depths[0], depths[-1]) == (half, 0)
   assert sorted(set(depths.tolist())) == list(schedule.depths)
-  # The schedule says for how long each depth lasts.
-  changes = np.flatnonzero(np.diff(depths)) + 1
-  lasts = np.asarray(jax.vmap(schedule.lasts)(steps[: changes[-1]]))
-  assert np.array_equal(
-    lasts, changes[np.searchsorted(changes, steps[: changes[-1]], "right")] - steps[: changes[-1]]
-  )
 
 
 def test_groups_that_are_frozen_together_are_annealed_together():
@@ -709,6 +703,24 @@ def test_the_depth_is_read_from_the_device_only_when_it_may_have_changed(name, d
   assert [int(d) for d in depths] == [
     int(schedule.frozen_groups(jnp.int32(t), key)) for t in range(20)
   ]
+
+
+@pytest.mark.parametrize(
+  ("function", "expected"),
+  [
+    (lambda t, key: jnp.where(t < 7, 1, 0), 7),
+    (lambda t, key: t % 2, 1),
+    (lambda t, key: jnp.where(t < 1000, 1, 0), 100),
+    (lambda t, key: np.int64(1), 100),
+    (lambda t, key: 1 if t < 7 else 0, 1),  # without `jit`
+  ],
+)
+def test_a_state_tells_for_how_many_steps_its_depth_stays_at_most_a_hundred(function, expected):
+  schedule = optax_boost.FreezeSchedule(2, function)
+  state = optax_boost.freeze_layers(optax.sgd(0.1), ["a", "b"], schedule).init(
+    {"a": jnp.ones(1), "b": jnp.ones(1)}
+  )
+  assert int(state.frozen_for) == expected
 
 
 def test_a_depth_put_into_the_state_lasts_one_step():

@@ -29,6 +29,9 @@ from optax_boost._trace import _layer_groups
 
 # How the two keys of `FreezeLayersState.made_for` begin.
 _GROUPS, _SCHEDULE = "groups: ", "schedule: "
+# For how many steps a step computes the depths ahead. The train step waits for the device, to read
+# the depth, once in so many steps.
+_LOOK_AHEAD = 100
 
 
 @_protocol.declares(requests=(_protocol.FROZEN_GROUPS,))
@@ -283,20 +286,30 @@ class _FreezeLayers:
   def _depth_at(self, count: _types.IntScalar, key_data: jax.Array) -> dict[str, Any]:
     """Returns the fields `frozen_groups` and `frozen_for` of the state for step `count`."""
     key = jax.random.wrap_key_data(key_data, impl=jax.random.key_impl(self.key))
-    call, schedule = _checks.call_schedule, self.schedule
-    depth = call("frozen_groups(step, key)", schedule.frozen_groups, count, key)
-    depth = _schedules.scalar_depth(depth)
-    depth = jnp.maximum(depth.astype(jnp.int32), 0)
+    call, function = "frozen_groups(step, key)", self.schedule.frozen_groups
+    depth = _schedules.scalar_depth(_checks.call_schedule(call, function, count, key))
     # The state has moments and step counts for the declared depths only, and a traced program can't
     # raise an error. So an undeclared depth becomes the next smaller declared depth.
     allowed = np.array(self.schedule.depths or range(self.schedule.num_groups), np.int32)
     declared = jnp.asarray(allowed)[jnp.maximum(jnp.sum(allowed <= depth) - 1, 0)]
-    lasts = 1 if schedule.lasts is None else call("lasts(step)", schedule.lasts, count)
-    steps = jnp.maximum(_schedules.steps_with_depth(lasts), 1)
+    steps = self._steps_with(depth, count, key)
     return {
       "frozen_groups": declared,
       "frozen_for": jnp.where(depth == declared, steps, -depth - 1),
     }
+
+  def _steps_with(
+    self, depth: _types.IntScalar, count: _types.IntScalar, key: jax.Array
+  ) -> _types.IntScalar:
+    """Returns for how many steps from step `count` on the schedule returns `depth`."""
+    following = np.arange(1, _LOOK_AHEAD, dtype=np.int32)
+    steps = jnp.minimum(count, _checks.LARGEST_COUNT - _LOOK_AHEAD) + following
+    frozen_groups = self.schedule.frozen_groups
+    try:
+      depths = jax.vmap(lambda step: _schedules.scalar_depth(frozen_groups(step, key)))(steps)
+    except jax.errors.JAXTypeError:  # a schedule with Python's `if`, in a loop without `jit`
+      return jnp.ones([], jnp.int32)
+    return jnp.min(jnp.where(depths == depth, _LOOK_AHEAD, following))
 
   def _first_trained(self, depth: _types.IntScalar) -> int:
     """Returns the first group that a step of this depth may train.

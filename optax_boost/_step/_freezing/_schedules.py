@@ -43,9 +43,6 @@ class FreezeSchedule:
       trains together share their step counts. None: 0, ..., num_groups - 1. Another value is an
       error in a train step, and outside of ``jit``; your own ``jit`` can't raise, and takes the
       next smaller value of `depths`.
-    lasts: a function of the step that returns for how many steps, including this step,
-      `frozen_groups` returns the same number. The train step reads a new number from the device
-      only after these steps. None: one step, so each step waits for the step before.
     name: tells the schedule from others. A training can't go on with another schedule, so a state
       keeps the name, and :func:`freeze_layers` compares it.
   """
@@ -54,14 +51,12 @@ class FreezeSchedule:
   frozen_groups: Callable[[jax.Array, jax.Array], jax.typing.ArrayLike]
   learning_rate_scale: Callable[[jax.Array], jax.Array] | None = None
   depths: Sequence[int] | np.ndarray | None = None
-  lasts: Callable[[jax.Array], jax.typing.ArrayLike] | None = None
   name: str = ""
 
   def __post_init__(self) -> None:
     object.__setattr__(self, "num_groups", _check_num_groups(self.num_groups))
     if self.depths is not None:
       object.__setattr__(self, "depths", _check_depths(self.depths, self.num_groups))
-    _checks.check_callable("lasts", self.lasts, "lasts(step)", optional=True)
     _checks.check_callable("frozen_groups", self.frozen_groups, "frozen_groups(step, key)")
     _checks.check_callable(
       "learning_rate_scale", self.learning_rate_scale, "learning_rate_scale(step)", optional=True
@@ -69,21 +64,12 @@ class FreezeSchedule:
 
 
 def scalar_depth(depth: Any) -> _types.IntScalar:
-  """Returns a schedule's depth as an array; raises TypeError unless it is a scalar integer."""
+  """Returns a schedule's depth, at least 0; raises TypeError unless it is a scalar integer."""
   if _checks.is_integer(depth):
     depth = np.int32(min(max(int(depth), 0), _checks.LARGEST_COUNT))
   words = "a scalar integer, how many groups are frozen"
   _check_returned("frozen_groups(step, key)", depth, (), jnp.integer, words)
-  return jnp.asarray(depth)
-
-
-def steps_with_depth(lasts: Any) -> _types.IntScalar:
-  """Returns the result of ``lasts`` as an array; raises TypeError unless it is a scalar integer."""
-  lasts = (
-    np.int32(min(max(lasts, 1), _checks.LARGEST_COUNT)) if _checks.is_integer(lasts) else lasts
-  )
-  _check_returned("lasts(step)", lasts, (), jnp.integer, "a scalar integer, a number of steps")
-  return jnp.asarray(lasts).astype(jnp.int32)
+  return jnp.maximum(jnp.asarray(depth).astype(jnp.int32), 0)
 
 
 def scale_per_group(scale: Any, num_groups: int) -> jax.Array:
@@ -205,7 +191,6 @@ def continuous_freezing(
     num_groups,
     frozen_groups,
     depths=depths if unfrozen else depths[1:],
-    lasts=lambda count: jnp.maximum(unfrozen - count % cycle, 1),
     name=f"continuous_freezing({num_groups}, {share}, max_depths={max_depths})",
   )
 
@@ -335,13 +320,10 @@ def progressive_freezing(
   # the last depth that trains the group.
   times = ends[np.searchsorted(depths, np.arange(num_groups), side="right") - 1]
   # The last depth never ends.
-  changes = np.append(ends[:-1], _checks.LARGEST_COUNT).astype(np.int32)
-
-  def period(count: _types.IntScalar) -> _types.IntScalar:
-    return jnp.sum(count >= changes[:-1], dtype=jnp.int32)
+  changes = ends[:-1].astype(np.int32)
 
   def frozen_groups(count: _types.IntScalar, key: jax.Array) -> _types.IntScalar:
-    return jnp.asarray(depths)[period(count)]
+    return jnp.asarray(depths)[jnp.sum(count >= changes, dtype=jnp.int32)]
 
   def learning_rate_scale(count: _types.IntScalar) -> jax.Array:
     progress = jnp.minimum(jnp.asarray(count, jnp.float32) / jnp.asarray(times, jnp.float32), 1.0)
@@ -352,7 +334,6 @@ def progressive_freezing(
     frozen_groups,
     learning_rate_scale if anneal else None,
     depths,
-    lambda count: jnp.asarray(changes)[period(count)] - count,
     f"progressive_freezing({num_groups}, {total_steps}, {start}, {exponent}, anneal={anneal},"
     f" max_depths={max_depths})",
   )
@@ -394,7 +375,6 @@ def fixed_freezing(
     num_groups,
     lambda count, key: jnp.where(jnp.asarray(count) < end, frozen_groups, 0),
     depths=(frozen_groups,) if steps is None else (0, frozen_groups),
-    lasts=lambda count: jnp.where(count < end, end - count, _checks.LARGEST_COUNT),
     name=f"fixed_freezing({num_groups}, {frozen_groups}, steps={steps})",
   )
 
@@ -442,13 +422,8 @@ def gradual_unfreezing(
   # groups are frozen: the largest depth that is at most i.
   allowed = depths[np.searchsorted(depths, np.arange(first + 1), side="right") - 1]
 
-  def depth(count: _types.IntScalar, key: jax.Array | None = None) -> _types.IntScalar:
+  def depth(count: _types.IntScalar, key: jax.Array) -> _types.IntScalar:
     return jnp.asarray(allowed)[jnp.maximum(first - count // every, 0)]
 
-  def lasts(count: _types.IntScalar) -> _types.IntScalar:
-    # The depth changes in the first step that should freeze fewer groups.
-    thaw = (first + 1 - depth(count)) * every
-    return jnp.where(depth(count) == 0, _checks.LARGEST_COUNT, thaw - count)
-
   name = f"gradual_unfreezing({num_groups}, {every}, {first}, max_depths={max_depths})"
-  return FreezeSchedule(num_groups, depth, depths=depths, lasts=lasts, name=name)
+  return FreezeSchedule(num_groups, depth, depths=depths, name=name)

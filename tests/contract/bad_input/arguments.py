@@ -115,7 +115,7 @@ KINDS: dict[str | tuple[str, str], Kind] = {
     ("forward_fn", "predicate", "on_plan", "evaluate", "weight", "clock"), kinds.FUNCTION
   ),
   **dict.fromkeys(("kernel_init", "bias_init", "multiplier_init"), kinds.FUNCTION),
-  **dict.fromkeys(("learning_rate_scale", "lasts"), kinds.FUNCTION),
+  "learning_rate_scale": kinds.FUNCTION,
   "depths": Kind({}, {}, kinds.all_but("None", "list", beyond=(0, 9), below=(-1, 0), empty=())),
   ("FreezeSchedule", "frozen_groups"): kinds.FUNCTION,
   ("average_params", "model_state"): Kind({"text": "text", "function": len, "leaf": {"a": b"b"}}),

@@ -30,7 +30,6 @@ def freezing(**functions):
 
 WITH_SCHEDULE = {
   "frozen_groups(step, key)": lambda f: freezing(frozen_groups=lambda step, key: f(step)),
-  "lasts(step)": lambda f: freezing(lasts=f),
   "learning_rate_scale(step)": lambda f: freezing(
     learning_rate_scale=lambda step: jnp.ones(1) * f(step)
   ),
