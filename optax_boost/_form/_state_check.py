@@ -76,8 +76,9 @@ def check(
   if difference:
     raise ValueError(
       "The optimizer state must be the one that this transformation's `init` made of these params;"
-      f" {difference}. Make it with `tx.init(params)` or `step.init(params)`, or restore a"
-      " checkpoint into the structure of what these return."
+      f" {difference}. Make it with `tx.init(params)`, `step.init(params)` or, for an NNX model as"
+      " it is now, `nnx.Optimizer(model, tx, wrt=nnx.Param)`, or restore a checkpoint into the"
+      " structure of what these return."
     )
 
 

@@ -457,7 +457,7 @@ REFUSED = {
   "an optimizer of other shapes": (
     {"optimizer": _optimizer_of_other_shapes},
     ValueError,
-    r"The optimizer state must be the one that this transformation's `init` made",
+    r"must be the one that this transformation's `init` made.*`nnx.Optimizer\(model, tx, wrt=",
   ),
   "an optimizer of nothing": ({"optimizer": _optimizer_of_nothing}, ValueError, r"selects none"),
   "an integer that is trained": (
