@@ -209,7 +209,8 @@ def find_layout(
     raise TypeError(
       "`freeze_layers` needs an inner optimizer over whose state `optax.tree.map_params` can map,"
       f" unlike that of `optax.lbfgs`; it failed: {error}. Pass masks and labels as trees, or by"
-      " `optax_boost.path_mask`."
+      " `optax_boost.path_mask`; pass other trees, as muon's `muon_weight_dimension_numbers`, as"
+      " functions of the params."
     ) from error
   found: list[_Owner | None] = []
   moments: list[bool] = []
