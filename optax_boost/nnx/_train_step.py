@@ -226,6 +226,12 @@ class TrainStep:
     words = "what `nnx.Optimizer(model, tx, wrt=nnx.Param)` returns"
     _checks.check_type("optimizer", optimizer, nnx.Optimizer, words)
     _check_update(optimizer)
+    holds_model = isinstance(optimizer, getattr(nnx, "ModelAndOptimizer", ()))
+    if holds_model and getattr(optimizer, "model", None) is not model:
+      raise ValueError(
+        "`model` must be the one that the optimizer holds; got another model than"
+        " `optimizer.model`. Call `step(optimizer.model, optimizer, batch)`."
+      )
     computation, state = self._split(model, optimizer, rngs, key)
     if not jax.tree.leaves(state.params):
       raise ValueError(

@@ -604,6 +604,17 @@ def test_an_optimizer_with_an_update_of_its_own_is_refused_and_one_without_is_ta
   step(model, Named(model, optax.sgd(0.1), wrt=nnx.Param), BATCH)
 
 
+def test_an_optimizer_that_holds_a_model_trains_no_other_model():
+  optimizer = nnx.ModelAndOptimizer(Network(nnx.Rngs(0)), optax.sgd(0.1), wrt=nnx.Param)
+  step = ob_nnx.make_train_step(loss_fn, has_aux=True)
+  before = pure(optimizer.model)
+  with pytest.raises(ValueError, match=r"another model than `optimizer.model`.*optimizer.model, "):
+    step(nnx.clone(optimizer.model), optimizer, BATCH)
+  step(optimizer.model, optimizer, BATCH)
+  changed = jax.tree.map(lambda a, b: np.any(a != b), before, pure(optimizer.model))
+  assert any(jax.tree.leaves(changed))
+
+
 VALUES = {
   "flat": ({"w": 2.0, "b": 3.0}, lambda v: v["w"] * v["b"]),
   "nested": ({"w": 2.0, "deep": {"b": 3.0, "none": {}}}, lambda v: v["w"] * v["deep"]["b"]),
