@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_boost._foundation import _checks, _masks, _paths, _types
+from optax_boost._foundation import _checks, _paths, _types
 
 _NUMBER_KINDS = (jnp.floating, jnp.complexfloating, jnp.integer)
 # The shape and the dtype of an array.
@@ -107,17 +107,22 @@ def _difference(
   except Exception:
     # If `init` computes with the values of the params, it can't run here: nothing is compared.
     return ""
-  # A masked node has no array, but its key may say with which arguments the state was made.
-  masked, others = (sorted(_masks.masked_paths(tree)) for tree in (expected, opt_state))
-  for mine, other in zip(masked, others, strict=False):
+  required, present = set(_paths.leaf_paths(expected)), set(_paths.leaf_paths(opt_state))
+  # These differences say more than those of the arrays that follow from them.
+  described, others = (sorted(filter(_is_description, paths)) for paths in (required, present))
+  for mine, other in zip(described, others, strict=False):
     if mine != other:
       return f"it has '{other}', not '{mine}'"
-  required, present = set(_paths.leaf_paths(expected)), set(_paths.leaf_paths(opt_state))
   if lacking := sorted(required - present):
     return f"it lacks the leaf '{lacking[0]}'"
   if surplus := sorted(present - required):
     return f"it has a leaf '{surplus[0]}' too many"
   return _array_difference(expected, opt_state)
+
+
+def _is_description(path: str) -> bool:
+  """Returns whether a key of the state says with which arguments the state was made."""
+  return "/made_for/" in path or "/formula/" in path
 
 
 def _array_difference(expected: optax.OptState, opt_state: optax.OptState) -> str:

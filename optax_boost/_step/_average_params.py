@@ -71,14 +71,14 @@ class AverageParamsState(NamedTuple):
     average: tree of the params' structure, their average in at least float32.
     statistics: dict from the path of each averaged statistic to its average in at least float32.
     snapshot_count: scalar int32, the number of snapshots taken.
-    formula: a dict without arrays, whose only key tells the formula: ``"start=0"``, ``"decay"`` or
-      ``"decay(k)"``.
+    formula: a dict whose only key tells the formula: ``"start=0"``, ``"decay"`` or ``"decay(k)"``.
+      The value is False: NNX and Orbax keep only the keys of arrays.
   """
 
   average: optax.Params
   statistics: dict[str, jax.Array]
   snapshot_count: _types.IntScalar
-  formula: dict[str, optax.MaskedNode]
+  formula: dict[str, jax.Array]
 
 
 def average_params(
@@ -232,7 +232,7 @@ class _AverageParams:
       average=jax.tree.map(copy, params),
       statistics=jax.tree.map(copy, self.statistics),
       snapshot_count=jnp.zeros([], jnp.int32),
-      formula={self.formula: optax.MaskedNode()},
+      formula={self.formula: jnp.zeros([], bool)},
     )
 
   @property

@@ -43,8 +43,9 @@ class FreezeLayersState(NamedTuple):
     frozen_for: scalar int32, a number of steps during which `frozen_groups` stays the same; or
       -d - 1 if the schedule returned d, which is none of its depths.
     key: raw key data of the schedule's generator.
-    made_for: a dict without arrays. Its two keys describe the groups and the schedule: the train
-      step reads the groups, and a state with other keys is refused.
+    made_for: a dict whose two keys describe the groups and the schedule: the train step reads the
+      groups, and a state with other keys is refused. The values are False: NNX and Orbax keep only
+      the keys of arrays.
     group_counts: a vector for each leaf of `inner_state` that counts the steps of moments, in the
       order of ``jax.tree.leaves``. Entry i counts only the steps that trained group i.
   """
@@ -52,13 +53,13 @@ class FreezeLayersState(NamedTuple):
   frozen_groups: _types.IntScalar
   frozen_for: _types.IntScalar
   key: jax.Array
-  made_for: dict[str, optax.MaskedNode]
+  made_for: dict[str, jax.Array]
   group_counts: tuple[jax.Array, ...]
 
   @property
   def groups(self) -> _layer_groups.Groups:
     """Returns the groups of layers."""
-    (text,) = [key for key in self.made_for if key.startswith(_GROUPS)]
+    text = next(key for key in self.made_for if key.startswith(_GROUPS))
     return _layer_groups.from_text(text.removeprefix(_GROUPS))
 
   def check_declared(self, frozen_for: int) -> None:
@@ -67,7 +68,7 @@ class FreezeLayersState(NamedTuple):
     `frozen_for` is the number in the state, on the host.
     """
     if frozen_for < 0:
-      (text,) = [key for key in self.made_for if key.startswith(_SCHEDULE)]
+      text = next(key for key in self.made_for if key.startswith(_SCHEDULE))
       raise ValueError(
         "A FreezeSchedule must return one of its depths, the numbers of groups that it freezes;"
         f" {text.removeprefix(_SCHEDULE)} returned {-frozen_for - 1} for the next step. Name all"
@@ -218,7 +219,7 @@ class _FreezeLayers:
     return FreezeLayersState(
       **self._depth_at(jnp.zeros([], jnp.int32), key_data),
       key=key_data,
-      made_for=dict.fromkeys(self.description, optax.MaskedNode()),
+      made_for={text: jnp.zeros([], bool) for text in self.description},
       group_counts=tuple(
         jnp.full(self.schedule.num_groups, _placement.in_device_memory(leaves[index]))
         for index in counts
