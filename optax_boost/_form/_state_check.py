@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_boost._foundation import _checks, _paths, _types
+from optax_boost._foundation import _checks, _paths, _trees, _types
 
 _NUMBER_KINDS = (jnp.floating, jnp.complexfloating, jnp.integer)
 # The shape and the dtype of an array.
@@ -117,7 +117,16 @@ def _difference(
     return f"it lacks the leaf '{lacking[0]}'"
   if surplus := sorted(present - required):
     return f"it has a leaf '{surplus[0]}' too many"
+  # A checkpoint that was restored without a target has dicts with the same keys.
+  if tuples := _named_tuples(expected) - _named_tuples(opt_state):
+    return f"it lacks the named tuple {sorted(tuples)[0]}"
   return _array_difference(expected, opt_state)
+
+
+def _named_tuples(opt_state: optax.OptState) -> set[str]:
+  """Returns the names of the classes of the named tuples in a state that hold arrays."""
+  named = [node for node in _trees.nodes(opt_state) if hasattr(node, "_fields")]
+  return {type(node).__name__ for node in named if jax.tree.leaves(node)}
 
 
 def _is_description(path: str) -> bool:

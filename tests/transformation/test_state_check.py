@@ -58,6 +58,16 @@ def test_another_state_is_named_by_what_tells_it_apart(tx, state, words, door):
     steps(tx, state)[door]()
 
 
+def test_dicts_in_the_place_of_named_tuples_are_refused_by_name():
+  """Orbax returns them if a checkpoint is restored without a target."""
+  step = optax_boost.make_train_step(lambda params, x: jnp.sum(params["a"] * x), optax.adam(0.1))
+  state = step.init(PARAMS)
+  adam, *rest = state.opt_state
+  restored = state._replace(opt_state=[adam._asdict(), *rest])
+  with pytest.raises(ValueError, match=REQUIRED + "it lacks the named tuple ScaleByAdamState"):
+    step(restored, 1.0)
+
+
 HALF = {"a": jnp.ones(3, jnp.bfloat16), "b": jnp.ones(2, jnp.bfloat16)}
 
 
