@@ -150,7 +150,8 @@ def launch(options: argparse.Namespace) -> int:
   command += ["--checkpoints", str(options.checkpoints), "--processes", str(options.launch)]
   command += ["--die-after", str(options.die_after), "--pause", str(options.pause)]
   # One device each, whatever this environment says.
-  environment = os.environ | {"XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
+  flags = [f for f in os.environ.get("XLA_FLAGS", "").split() if "device_count" not in f]
+  environment = os.environ | {"XLA_FLAGS": " ".join(flags), "JAX_PLATFORMS": "cpu"}
   with tempfile.TemporaryDirectory() as folder:
     logs = [pathlib.Path(folder, str(i)) for i in range(options.launch)]
     processes = []

@@ -13,6 +13,8 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
 SCRIPT = ROOT / "examples" / "adasum_processes.py"
+# The tests' own, but for the number of devices.
+FLAGS = " ".join(f for f in os.environ["XLA_FLAGS"].split() if "device_count" not in f)
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +26,7 @@ def run(folder, *arguments, seconds=120):
   """Runs the example; when it hangs, kills it and all that it started."""
   process = subprocess.Popen(
     [sys.executable, str(SCRIPT), "--checkpoints", str(folder), *map(str, arguments)],
-    env=os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""},
+    env=os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": FLAGS},
     stdout=subprocess.PIPE,
     stderr=subprocess.PIPE,
     text=True,
