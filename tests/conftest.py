@@ -111,6 +111,13 @@ def x64():
   jax.config.update("jax_enable_x64", False)
 
 
+@pytest.fixture
+def collect_garbage():
+  """Collects the garbage of this test alone: to look through all of a worker takes seconds."""
+  gc.freeze()
+  return gc.collect
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _one_mlir_context():
   """Makes all programs of a worker in one MLIR context.

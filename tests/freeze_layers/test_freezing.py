@@ -1,7 +1,6 @@
 """Freezing: schedules, the transformation and the cut step."""
 
 import functools
-import gc
 import itertools
 import pathlib
 import re
@@ -777,12 +776,12 @@ def test_steps_without_jit_take_the_depths_of_jitted_ones():
   assert [int(m["frozen_groups"]) for m in history] == list(DEPTHS[3:5])
 
 
-def test_the_step_keeps_no_optimizer_state():
+def test_the_step_keeps_no_optimizer_state(collect_garbage):
   step = chain_step()
   state, _ = train(step, step.init(chain_params()), 3)
   moments = [weakref.ref(leaf) for leaf in jax.tree.leaves(state.opt_state.inner_state)]
   del state
-  gc.collect()
+  collect_garbage()
   assert not any(ref() is not None for ref in moments)
 
 

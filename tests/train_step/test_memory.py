@@ -1,7 +1,6 @@
 """Nothing of a dropped training stays alive, and no array of the user is donated."""
 
 import functools
-import gc
 import weakref
 
 from flax import linen as nn, nnx
@@ -47,7 +46,7 @@ def by_apply_gradients(tx, params):
 
 @pytest.mark.parametrize("train", [by_train_step, by_apply_gradients])
 @pytest.mark.parametrize("wrapper", ["none", "accumulate"])
-def test_the_arrays_that_an_optimizer_closes_over_are_freed_with_it(train, wrapper):
+def test_arrays_that_an_optimizer_closes_over_are_freed_with_it(train, wrapper, collect_garbage):
   anchor = jnp.arange(3.0)
   tx = anchored(anchor)
   if wrapper == "accumulate":
@@ -55,11 +54,11 @@ def test_the_arrays_that_an_optimizer_closes_over_are_freed_with_it(train, wrapp
   train(tx, jnp.ones(3))
   kept = weakref.ref(anchor)
   del anchor, tx
-  gc.collect()
+  collect_garbage()
   assert kept() is None
 
 
-def test_the_moments_of_dropped_states_are_freed():
+def test_the_moments_of_dropped_states_are_freed(collect_garbage):
   inner = {
     "chain": optax.adam(0.1),
     "named_chain": optax.named_chain(("adam", optax.adam(0.1))),
@@ -73,7 +72,7 @@ def test_the_moments_of_dropped_states_are_freed():
       for _ in range(2):
         state, _ = step(state, jnp.ones(size))
       del state
-    gc.collect()
+    collect_garbage()
     assert not [a for a in jax.live_arrays() if a.shape == (size,)], name
 
 
@@ -137,10 +136,12 @@ def estimate_statistics_of_linen(array):
   "run_pass",
   [refresh_a_step, average_gradients, estimate_statistics, estimate_statistics_of_linen],
 )
-def test_the_arrays_that_a_function_of_a_pass_closes_over_are_freed_with_it(run_pass):
+def test_the_arrays_that_a_function_of_a_pass_closes_over_are_freed_with_it(
+  run_pass, collect_garbage
+):
   array = jnp.arange(3.0)
   run_pass(array)
   kept = weakref.ref(array)
   del array
-  gc.collect()
+  collect_garbage()
   assert kept() is None

@@ -1,6 +1,5 @@
 """Changes of an NNX model and its optimizer between two steps."""
 
-import gc
 import weakref
 
 from flax import nnx
@@ -184,14 +183,14 @@ def test_values_may_be_set_from_anywhere():
   expect_right_steps(step, model, optimizer)
 
 
-def test_a_model_is_freed_while_the_step_lives():
+def test_a_model_is_freed_while_the_step_lives(collect_garbage):
   model, optimizer = make()
   step = ob_nnx.make_train_step(loss_fn)
   step(model, optimizer, X)
   step(model, optimizer, X)
   kernel = weakref.ref(model.layers[0])
   del model
-  gc.collect()
+  collect_garbage()
   assert kernel() is None
   model, _ = make()
   optimizer = nnx.Optimizer(model, optax.sgd(0.01), wrt=nnx.Param)
