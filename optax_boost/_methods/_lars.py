@@ -334,7 +334,8 @@ def _scale_by_trust_ratio(
     plan = leaves.plan(params, layers)
     if not plan:
       return updates, state
-    warn_if_idle(updates, layers)
+    # The axes, since `layers` holds arrays of the trace, which the cache would keep.
+    warn_if_idle(updates, leaves.layer_axes(layers))
     rate = clip_ratio(state.count) if callable(clip_ratio) else clip_ratio
     dtype = state.trust_ratio.dtype
 

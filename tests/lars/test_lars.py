@@ -643,3 +643,11 @@ def test_derivatives_of_a_step_equal_the_derivatives_of_its_formula():
   moved = 0.1 * gradients["zeros"]
   np.testing.assert_allclose(found["zeros"], np.cos(moved) * (1 - 0.1 * 0.01), rtol=1e-5)
   chex.assert_tree_all_finite(jax.jit(jax.hessian(total))(params))
+
+
+def test_no_cache_keeps_arrays_of_the_trace_of_a_loss():
+  step = optax_boost.make_train_step(
+    lambda params, x: jnp.mean((x @ params["kernel"]) ** 2), optax_boost.lars(0.1)
+  )
+  with jax.checking_leaks():
+    step(step.init({"kernel": jnp.eye(3)}), jnp.ones((2, 3)))
