@@ -199,6 +199,7 @@ class TrainStep:
       >>> compiled.result()
       >>> state, _ = step(state, jnp.ones((8, 3)))  # compiles nothing
     """
+    _train_state.check_train_state(state)
 
     def lower(batch: _types.Batch) -> jax.stages.Lowered:
       return self.lower(_state_placement.commit_like(state, (batch, rng)), batch, rng)

@@ -181,6 +181,12 @@ def test_a_tuple_that_may_be_a_batch_fails_with_a_note():
   ]
 
 
+def test_params_in_the_place_of_a_state_are_refused():
+  step = optax_boost.make_train_step(lambda w, x: jnp.mean((x @ w) ** 2), optax.sgd(0.1))
+  with pytest.raises(TypeError, match=r"`state` must be an `optax_boost.TrainState`"):
+    step.compile_ahead(jnp.ones(3), [np.ones((4, 3), np.float32)])
+
+
 def test_an_error_of_the_trace_comes_at_once_and_the_state_lives():
   compile_ahead, train = plain()
   with pytest.raises(TypeError, match="dot_general"):
