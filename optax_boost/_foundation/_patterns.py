@@ -26,7 +26,8 @@ def compile_pattern(argument: str, pattern: str) -> Match:
   """
   if not isinstance(pattern, str):
     raise TypeError(
-      f"`{argument}` must hold patterns, which are strings; got {_checks.shorten(pattern)}."
+      f"`{argument}` must hold patterns, which are strings; got {_checks.shorten(pattern)}. Put"
+      " bars between the alternatives of one pattern: 'head|*norm*'."
     )
   if _REGULAR_EXPRESSION.search(pattern):
     raise ValueError(
