@@ -124,18 +124,20 @@ def groups_of_values(
 ) -> list[_layer_groups.GroupNumber]:
   """Returns the groups of `values`, entries of a model state by path, which the gradient replaces.
 
-  A value belongs to the innermost module around it that has params. The other arguments are those
-  of :func:`hold_statistics`.
+  A value belongs to the innermost module around it that has params; if there is none, the first
+  names of its path don't count, such as the index of a tuple that holds the variables. The other
+  arguments are those of :func:`hold_statistics`.
   """
   modules = _groups_of_modules(params, groups)
   axes = find_axes() if values and any(np.size(group) > 1 for group in groups) else {}
   module_of = dict(zip(_paths.leaf_keys(model_state), _module_paths(model_state), strict=True))
 
   def group_of(number: int, path: _types.KeyPath) -> _layer_groups.GroupNumber:
-    module = module_of[path]
-    while module and module not in modules:
-      module = module.rpartition("/")[0]
-    if module not in modules:
+    names = module_of[path].split("/")
+    spans = [(start, end) for start in range(len(names)) for end in range(len(names), start, -1)]
+    around = [*("/".join(names[start:end]) for start, end in spans), ""]
+    module = next(filter(modules.__contains__, around), None)
+    if module is None:
       return NEVER_FROZEN
     return _along(axes.get(number), _last_group(modules[module]), values[path])
 

@@ -256,18 +256,27 @@ def test_values_that_the_loss_does_not_use_keep_their_values():
   )
 
 
-@pytest.mark.parametrize("joined", [False, True], ids=["nested", "joined names"])
-def test_values_of_several_modules_are_written_and_held_with_their_module(joined):
+flatten = functools.partial(traverse_util.flatten_dict, sep="/")
+unflatten = functools.partial(traverse_util.unflatten_dict, sep="/")
+same = lambda tree: tree  # noqa: E731
+# How the params and the model state are arranged, and how a loss gets the model state back.
+ARRANGEMENTS = {
+  "nested": (same, same, same),
+  "joined names": (flatten, flatten, unflatten),
+  "in a tuple": (same, lambda state: (state, jnp.ones(())), lambda state: state[0]),
+}
+
+
+@pytest.mark.parametrize("arrangement", ARRANGEMENTS)
+def test_values_of_several_modules_are_written_and_held_with_their_module(arrangement):
+  of_params, of_state, state_of = ARRANGEMENTS[arrangement]
   module, names = Network(), ("one", "two")
   variables = module.init(KEY, X)
   variables = flax_loop(module, variables, 1)
-  arrange = functools.partial(traverse_util.flatten_dict, sep="/") if joined else lambda tree: tree
 
   def loss_fn(params, model_state, x):
-    trees = params, model_state
-    if joined:
-      trees = [traverse_util.unflatten_dict(tree, sep="/") for tree in trees]
-    params, values = trees
+    params = unflatten(params) if arrangement == "joined names" else params
+    values = state_of(model_state)
     models = [
       functools.partial(module.apply, {"params": params[name], **values[name]}) for name in names
     ]
@@ -278,14 +287,14 @@ def test_values_of_several_modules_are_written_and_held_with_their_module(joined
   )
   step = optax_boost.make_train_step(loss_fn, tx, has_model_state=True, donate=False)
   state = step.init(
-    arrange({name: variables["params"] for name in names}),
-    arrange({name: {NAME: variables[NAME]} for name in names}),
+    of_params({name: variables["params"] for name in names}),
+    of_state({name: {NAME: variables[NAME]} for name in names}),
   )
   after, _ = step(state, X)
   want = flax_loop(module, variables, 1)
-  assert_close(after.params, arrange({"one": variables["params"], "two": want["params"]}))
+  assert_close(after.params, of_params({"one": variables["params"], "two": want["params"]}))
   values = {"one": {NAME: variables[NAME]}, "two": {NAME: want[NAME]}}
-  assert_close(after.model_state, arrange(values))
+  assert_close(after.model_state, of_state(values))
 
 
 @pytest.mark.parametrize("wrap", [lambda v: v, lambda v: {"net": v}], ids=["one module", "several"])
