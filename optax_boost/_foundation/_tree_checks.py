@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_boost._foundation import _checks, _paths, _types
+from optax_boost._foundation import _checks, _paths, _trees, _types
 
 
 def require_params(params: _types.Tree, method: str) -> None:
@@ -156,6 +156,19 @@ def check_traceable(name: str, tree: _types.Tree) -> None:
       raise TypeError(
         f"`{name}` must hold arrays, abstract or not, or numbers; {described}"
       ) from error
+
+
+def refuse_other_variables(params: optax.Params) -> None:
+  """Raises TypeError for NNX variables other than params; does not import Flax."""
+  for node in _trees.nodes(params):
+    bases = [base for base in type(node).__mro__ if base.__module__.startswith("flax.nnx")]
+    names = {base.__name__ for base in bases}
+    if "Variable" in names and "Param" not in names:
+      raise TypeError(
+        "`params` must be the arrays that are trained; got an NNX model with a"
+        f" {bases[0].__name__}, too. Use `optax_boost.nnx.make_train_step` or"
+        " `optax_boost.nnx.split_loss`."
+      )
 
 
 def _describe(name: str, path: str, leaf: _types.Unchecked) -> str:

@@ -47,6 +47,7 @@ def trace(
   _mesh_axes.check_axis_name("axis_name", axis_name)
   for name, tree in (("params", params), ("args", args)):
     _tree_checks.check_traceable(name, tree)
+  _tree_checks.refuse_other_variables(params)
   function = _jaxpr.uncached(functools.partial(call, loss_fn))
   for axis in axis_name if isinstance(axis_name, tuple) else filter(None, [axis_name]):
     function = _with_axis(function, axis)

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 
 from optax_boost._form import _protocol
-from optax_boost._foundation import _checks, _full_gradient, _paths, _tree_checks, _trees, _types
+from optax_boost._foundation import _checks, _full_gradient, _paths, _tree_checks, _types
 from optax_boost._trace import _losses
 from optax_boost._train_step import (
   _background_compilation,
@@ -268,15 +268,7 @@ def _check_variables(params: _types.Unchecked) -> None:
       f" '{_replaced_values.REPLACED_VALUES}', too, whose values the gradient replaces. Keep it in"
       " the model state, as `optax_boost.linen.split_loss` does."
     )
-  for node in _trees.nodes(params):
-    bases = [base for base in type(node).__mro__ if base.__module__.startswith("flax.nnx")]
-    names = {base.__name__ for base in bases}
-    if "Variable" in names and "Param" not in names:
-      raise TypeError(
-        "`params` must be the arrays that are trained; got an NNX model with a"
-        f" {bases[0].__name__}, too. Use `optax_boost.nnx.make_train_step` or"
-        " `optax_boost.nnx.split_loss`."
-      )
+  _tree_checks.refuse_other_variables(params)
 
 
 def _check_call(state: _types.Unchecked, rng: _types.Unchecked) -> None:

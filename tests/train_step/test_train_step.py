@@ -671,9 +671,19 @@ def test_a_whole_nnx_model_and_missing_statistics_are_refused():
       self.linear = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
       self.norm = nnx.BatchNorm(2, rngs=nnx.Rngs(0))
 
-  step = optax_boost.make_train_step(lambda model, x: jnp.mean(model(x)), optax.sgd(0.1))
-  with pytest.raises(TypeError, match=r"NNX model with a (BatchStat|Rng\w+), too.*nnx.split_loss"):
-    step.init(Model())
+  def loss(model, x):
+    return jnp.mean(model.norm(model.linear(x)))
+
+  step = optax_boost.make_train_step(loss, optax.sgd(0.1))
+  boost = optax_boost.auto_boost("O1", 10)
+  for function in (
+    step.init,
+    lambda model: optax_boost.layer_groups(loss, model, jnp.ones((3, 2))),
+    lambda model: optax_boost.layer_axes(loss, model, jnp.ones((3, 2))),
+    lambda model: boost.optimizer(optax.sgd(0.1), loss, model, jnp.ones((3, 2))),
+  ):
+    with pytest.raises(TypeError, match=r"NNX model with a (BatchStat|Rng\w+), .*nnx.split_loss"):
+      function(Model())
   step = optax_boost.make_train_step(
     lambda p, s, x: (jnp.sum(p * x), s), optax.sgd(0.1), has_model_state=True
   )
