@@ -147,6 +147,12 @@ def estimate(
   }
   if not all(jnp.all(_finiteness.finite_entries(leaf)) for leaf in jax.tree.leaves(new)):
     _refuse_bad_batch(finite)
+  if new and not any(jnp.any(x["var"]) for x in new.values()):
+    raise ValueError(
+      f"`{_METHOD}` needs batches of several examples; got batches in which all values of each"
+      f" channel are equal, so the variances of {_checks.shorten(list(new))} are 0. If `batches`"
+      " yields single examples, stack them into batches as large as in training."
+    )
   return new
 
 

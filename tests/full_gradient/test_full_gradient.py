@@ -236,5 +236,8 @@ def test_an_array_is_not_an_iterable_of_batches():
   for passed in (array, np.asarray(array)):
     with pytest.raises(TypeError, match=r"of shape \(4, 2\), whose rows.*`list\(stack\)`"):
       optax_boost.full_gradient(lambda p, b: p, jnp.ones(2), passed)
+    model = nnx.BatchNorm(2, rngs=nnx.Rngs(0))
     with pytest.raises(TypeError, match="whose rows would be the batches"):
-      optax_boost.nnx.estimate_batch_stats(nnx.BatchNorm(2, rngs=nnx.Rngs(0)), passed)
+      optax_boost.nnx.estimate_batch_stats(model, passed)
+    with pytest.raises(ValueError, match=r"needs batches of several examples; .* \[''\] are 0"):
+      optax_boost.nnx.estimate_batch_stats(model, list(passed))
