@@ -164,15 +164,34 @@ def check_bool(name: str, value: _types.Unchecked) -> None:
 
 
 def check_callable(
-  name: str, value: _types.Unchecked, form: str = "", *, optional: bool = False
+  name: str,
+  value: _types.Unchecked,
+  form: str = "",
+  *,
+  optional: bool = False,
+  takes: int | None = None,
 ) -> None:
   """Raises TypeError unless an argument is callable, or None if `optional`.
 
-  The message shows how the argument is called: `form`, such as ``"loss_fn(params, batch)"``.
+  The message shows how the argument is called: `form`, such as ``"loss_fn(params, batch)"``. If
+  `takes` is not None, the argument must take this number of positional arguments.
   """
   if not (callable(value) or (optional and value is None)):
     how = f", called as `{form}`" if form else ""
     raise TypeError(f"`{name}` must be callable{how}; got {shorten(value)}.")
+  if takes is None or value is None:
+    return
+  try:
+    signature = inspect.signature(value)
+  except ValueError:  # a function of C
+    return
+  try:
+    signature.bind(*range(takes))
+  except TypeError as error:
+    raise TypeError(
+      f"`{name}` is called as `{form}`; got a function of {signature}, which can't be called so:"
+      f" {error}."
+    ) from error
 
 
 def call_schedule(call: str, function: Callable[..., Any], *args: Any) -> Any:

@@ -76,7 +76,7 @@ def full_gradient(
     -3.0
   """
   _checks.check_callable("grad_fn", grad_fn, "grad_fn(params, batch)")
-  _checks.check_callable("weight_fn", weight_fn, "weight_fn(batch)", optional=True)
+  _checks.check_callable("weight_fn", weight_fn, "weight_fn(batch)", optional=True, takes=1)
   _checks.check_bool("stacked", stacked)
   _tree_checks.check_inexact(params, _METHOD, _tree_checks.CLOSE_OVER)
   # A raw key of `jax.random.PRNGKey` is passed to `grad_fn` unchanged.

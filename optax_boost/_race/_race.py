@@ -136,9 +136,10 @@ def _methods(
   methods = {}
   for name, contender in transformations.items():
     tx, batch_fn = contender, lambda batch, step: batch
-    if type(contender) is tuple and len(contender) == 2:
+    if type(contender) in (tuple, list) and len(contender) == 2:
       tx, batch_fn = contender
-      _checks.check_callable(f"transformations[{name!r}][1]", batch_fn, "batch_fn(batch, step)")
+      argument = f"transformations[{name!r}][1]"
+      _checks.check_callable(argument, batch_fn, "batch_fn(batch, step)", takes=2)
     _checks.check_transformation(f"transformations[{name!r}]", tx)
     methods[name] = _training.Method(problem, tx, batch_fn)
   return methods

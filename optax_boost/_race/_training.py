@@ -49,7 +49,7 @@ class Problem:
 
   def __post_init__(self) -> None:
     _checks.check_callable("loss_fn", self.loss_fn, "loss_fn(params, batch)")
-    _checks.check_callable("init_fn", self.init_fn, "init_fn(key)")
+    _checks.check_callable("init_fn", self.init_fn, "init_fn(key)", takes=1)
     _checks.check_callable("evaluate", self.evaluate, "evaluate(params)", optional=True)
     _checks.check_whole_number("steps", self.steps, static=True)
     _checks.check_whole_number("points", self.points, static=True)

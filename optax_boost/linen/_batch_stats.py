@@ -57,7 +57,8 @@ def estimate_batch_stats(
 
   Raises:
     ValueError: `variables` has no params; there is no batch; batches differ in structure; the call
-      updates no BatchNorm; or NaN or infinite entries in a batch made the statistics not finite.
+      updates no BatchNorm; NaN or infinite entries in a batch made the statistics not finite; or
+      all variances are 0, as for single examples.
 
   Examples:
     >>> from flax import linen as nn
@@ -71,8 +72,9 @@ def estimate_batch_stats(
   """
   _module.check(module)
   params, collections = _module.split_variables(variables)
-  _checks.check_callable("forward_fn", forward_fn, "forward_fn(model, batch)", optional=True)
-  _checks.check_callable("weight_fn", weight_fn, "weight_fn(batch)", optional=True)
+  form = "forward_fn(model, batch)"
+  _checks.check_callable("forward_fn", forward_fn, form, optional=True, takes=2)
+  _checks.check_callable("weight_fn", weight_fn, "weight_fn(batch)", optional=True, takes=1)
   leaves = traverse_util.flatten_dict(collections.get(_COLLECTION, {}), keep_empty_nodes=True)
   paths = {path[:-1] for path in leaves if path[-1] == "mean" and (*path[:-1], "var") in leaves}
   norms = {"/".join(path): path for path in sorted(paths)}

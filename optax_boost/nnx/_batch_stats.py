@@ -56,7 +56,8 @@ def estimate_batch_stats(
 
   Raises:
     ValueError: there is no batch; batches differ in structure; the forward pass updates no
-      BatchNorm; or NaN or infinite entries in a batch made the statistics not finite.
+      BatchNorm; NaN or infinite entries in a batch made the statistics not finite; or all
+      variances are 0, as for single examples.
 
   Examples:
     >>> from flax import nnx
@@ -68,8 +69,9 @@ def estimate_batch_stats(
     ([3.5], [5.0])
   """
   _model.check(model)
-  _checks.check_callable("forward_fn", forward_fn, "forward_fn(model, batch)", optional=True)
-  _checks.check_callable("weight_fn", weight_fn, "weight_fn(batch)", optional=True)
+  form = "forward_fn(model, batch)"
+  _checks.check_callable("forward_fn", forward_fn, form, optional=True, takes=2)
+  _checks.check_callable("weight_fn", weight_fn, "weight_fn(batch)", optional=True, takes=1)
   copy = _model.copy(model)
   norms = _model.modules(copy, nnx.BatchNorm)
   selection = _batch_stats.select(list(norms), only, exclude)

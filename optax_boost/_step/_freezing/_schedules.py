@@ -57,10 +57,10 @@ class FreezeSchedule:
     object.__setattr__(self, "num_groups", _check_num_groups(self.num_groups))
     if self.depths is not None:
       object.__setattr__(self, "depths", _check_depths(self.depths, self.num_groups))
-    _checks.check_callable("frozen_groups", self.frozen_groups, "frozen_groups(step, key)")
-    _checks.check_callable(
-      "learning_rate_scale", self.learning_rate_scale, "learning_rate_scale(step)", optional=True
-    )
+    _checks.check_callable("frozen_groups", self.frozen_groups, "frozen_groups(step, key)", takes=2)
+    scale = self.learning_rate_scale
+    form = "learning_rate_scale(step)"
+    _checks.check_callable("learning_rate_scale", scale, form, optional=True, takes=1)
 
 
 def scalar_depth(depth: Any) -> _types.IntScalar:

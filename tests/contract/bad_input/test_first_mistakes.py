@@ -228,3 +228,26 @@ def test_a_step_without_the_optimizer_or_the_batch_is_told_what_is_missing():
     step(model, BATCH)
   with pytest.raises(TypeError, match=r"needs a batch, too: `step\(model, optimizer, batch\)`"):
     step(model, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param))
+
+
+def race(init_fn, contender):
+  return optax_boost.race(squares, init_fn, jnp.ones(2), {"a": contender}, steps=1, progress=False)
+
+
+FUNCTIONS = {
+  "frozen_groups(step, key)": lambda f: optax_boost.FreezeSchedule(2, f),
+  "init_fn(key)": lambda f: race(f, optax.sgd(0.1)),
+  "batch_fn(batch, step)": lambda f: race(lambda key: PARAMS, (optax.sgd(0.1), f)),
+  "weight_fn(batch)": lambda f: optax_boost.full_gradient(
+    jax.grad(squares), PARAMS, [], weight_fn=f
+  ),
+}
+
+
+@pytest.mark.parametrize("form", FUNCTIONS)
+def test_a_function_of_other_arguments_is_refused_before_it_is_called(form):
+  with pytest.raises(TypeError) as refused:
+    FUNCTIONS[form](lambda: 1)
+  assert f"is called as `{form}`; got a function of (), which can't be called so" in str(
+    refused.value
+  )
