@@ -148,14 +148,21 @@ def _check_dtype(
 
 def check_traceable(name: str, tree: _types.Tree) -> None:
   """Raises TypeError unless each leaf is a number, an array, or a ``jax.ShapeDtypeStruct``."""
-  for path, leaf in zip(_paths.leaf_paths(tree), jax.tree.leaves(tree), strict=True):
+  for index, leaf in enumerate(jax.tree.leaves(tree)):
+    if isinstance(leaf, jax.Array):
+      continue
     try:
-      jax.eval_shape(lambda value: value, leaf)
+      jax.eval_shape(_identity, leaf)
     except (TypeError, ValueError, OverflowError) as error:
-      described = _describe(name, path, leaf)
+      described = _describe(name, _paths.leaf_paths(tree)[index], leaf)
       raise TypeError(
         f"`{name}` must hold arrays, abstract or not, or numbers; {described}"
       ) from error
+
+
+# A function of the module, since JAX traces each function once for each type of an argument.
+def _identity(value: _types.Unchecked) -> _types.Unchecked:
+  return value
 
 
 def refuse_other_variables(params: optax.Params) -> None:
