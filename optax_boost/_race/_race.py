@@ -222,7 +222,18 @@ def _shuffle(data: _types.Tree, examples: int, size: int, seed: int) -> Iterator
   while True:
     order = rng.permutation(examples)
     for start in range(0, examples - size + 1, size):
-      yield jax.tree.map(lambda leaf, chosen=order[start : start + size]: leaf[chosen], data)
+      yield jax.tree.map(functools.partial(_rows, order[start : start + size]), data)
+
+
+def _rows(chosen: np.ndarray, leaf: Any) -> Any:
+  """Returns the rows `chosen` of a leaf."""
+  return _rows_on_device(chosen, leaf) if isinstance(leaf, jax.Array) else leaf[chosen]
+
+
+# To index an array outside of `jit` takes Python a millisecond.
+@jax.jit
+def _rows_on_device(chosen: jax.Array, leaf: jax.Array) -> jax.Array:
+  return leaf[chosen]
 
 
 def _repeat(data: Callable[[int], Iterable[_types.Batch]], seed: int) -> Iterator[_types.Batch]:
