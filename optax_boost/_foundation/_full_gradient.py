@@ -133,11 +133,14 @@ def mean_over_batches(
   check_batches("batches", batches)
   # The arrays that a `Partial` binds are arguments of the jitted function, not constants. So a
   # Partial of the same function with other arrays is not compiled again.
-  partial = isinstance(function, jax.tree_util.Partial)
-  bound: Any = function if partial else jax.tree_util.Partial(function)
-  add = _jitted_add(bound.func if owner is None else owner)
+  called: Any = function
+  arguments: tuple[Any, dict[str, Any]] = (), {}
+  if isinstance(function, jax.tree_util.Partial):
+    called, arguments = function.func, (function.args, function.keywords)
   if owner is None:
-    bound = jax.tree_util.Partial(WeakFunction.of(bound.func), *bound.args, **bound.keywords)
+    owner, called = called, WeakFunction.of(called)
+  add = _jitted_add(owner)
+  bound = jax.tree_util.Partial(called, *arguments[0], **arguments[1])
   carry, structure = (_arrays.zeros_like_wide(params), jnp.zeros([])), None
   shown = _progress.with_progress(batches, progress, shown_as, "batch")
   # XLA 22: a Python loop, not a scan, since gradients of convolutions are slow in a scan on CPUs.

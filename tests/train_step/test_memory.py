@@ -114,7 +114,9 @@ def refresh_a_step(array):
 
 def average_gradients(array):
   gradient = jax.grad(lambda p, x: loss_fn(p, x + array))
-  optax_boost.full_gradient(gradient, jnp.ones(3), [X])
+  for function in (gradient, functools.partial(gradient), jax.tree_util.Partial(gradient)):
+    mean = optax_boost.full_gradient(function, jnp.ones(3), [X, X])
+    np.testing.assert_allclose(mean, gradient(jnp.ones(3), X), rtol=1e-6)
 
 
 def estimate_statistics(array):
