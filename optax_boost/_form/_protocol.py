@@ -11,6 +11,8 @@ The class of a method's state may declare tuples of field names:
             one rounding; a leaf that the method does not change is ``optax.MaskedNode()``
   exact_if  fields with a scalar bool; the fields in `exact` count only if all of them are True
   takes     names of extra arguments of ``update``, not of fields: ``("layers",)``
+  across_devices  fields that ``update`` computes from the gradients of all devices, so that all
+            devices must call it or none: ``("orthogonality",)``
 
 The train step knows three requests and no method by name:
 

@@ -98,6 +98,15 @@ def check_below(step: _slots.Step, inner_state: optax.OptState, params: optax.Pa
         f" applies the changed updates. Put `{kept}` around the whole:"
         f" `{kept}({changes.method}(...), ...)`."
       )
+  judges = step.checks_gradients or step.checks_updates or step.spikes
+  exchanges = _protocol.declaring_states(inner_state, "across_devices")
+  if judges and step.axis_name is None and exchanges:
+    judge = step.scaling or step.precision or step.spikes or step.accumulation
+    raise ValueError(
+      f"`{judge.method}` needs `axis_name` around a method that exchanges gradients, as `adasum`"
+      " does: if one device left its batch out, the others would wait for it without end. Pass the"
+      f" axis of the method: `{judge.method}(..., axis_name=...)`."
+    )
   if step.layer_rates and _protocol.declaring_states(inner_state, "exact"):
     raise ValueError(
       "`layerwise_decay` can't scale the updates of an optimizer that permutes params, as"

@@ -176,6 +176,24 @@ def test_a_step_that_acts_on_the_whole_loss_is_refused_in_a_part_of_the_leaves(m
     tx.init(PARAMS)
 
 
+JUDGES = {
+  "dynamic_loss_scale": optax_boost.dynamic_loss_scale,
+  "accumulate": functools.partial(optax_boost.accumulate, every=2),
+  "skip_spikes": optax_boost.skip_spikes,
+  "master_weights": optax_boost.master_weights,
+}
+
+
+@pytest.mark.parametrize("name", JUDGES)
+def test_a_batch_is_judged_on_all_devices_where_these_exchange_gradients(name):
+  # One device that left its batch out let the others wait in Adasum until XLA ended the process.
+  inner = optax.chain(optax_boost.adasum("devices"), optax.sgd(1.0))
+  with pytest.raises(ValueError, match=rf"`{name}` needs `axis_name`.*`{name}\(\.\.\., axis_name="):
+    averaged(JUDGES[name](inner)).init(PARAMS)
+  JUDGES[name](inner, axis_name="devices").init(PARAMS)
+  averaged(optax_boost.accumulate(inner, 2, not_finite=None)).init(PARAMS)
+
+
 HIDDEN = {
   "masked": lambda tx: optax.masked(tx, FIRST),
   "partition": lambda tx: optax.partition({"x": tx, "y": optax.sgd(1.0)}, {"a": "x", "b": "y"}),

@@ -15,7 +15,11 @@ from optax_boost._methods._adasum import _layers, _reduction
 from optax_boost._trace import _layer_axes
 
 
-@_protocol.declares(metrics=("orthogonality", "adasum/notfinite_count"), takes=("layers",))
+@_protocol.declares(
+  metrics=("orthogonality", "adasum/notfinite_count"),
+  takes=("layers",),
+  across_devices=("orthogonality",),
+)
 class AdasumState(NamedTuple):
   """State of :func:`adasum`.
 
