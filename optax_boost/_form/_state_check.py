@@ -113,10 +113,15 @@ def _difference(
   for mine, other in zip(described, others, strict=False):
     if mine != other:
       return f"it has '{other}', not '{mine}'"
+  advice, wraps = "", hasattr(expected, "inner_state")
+  if wraps and not hasattr(opt_state, "inner_state"):
+    advice = ": as the state of the optimizer inside, it goes to the field `inner_state`"
+  elif hasattr(opt_state, "inner_state") and not wraps:
+    advice = ": the state of the optimizer inside of this wrapper is its field `inner_state`"
   if lacking := sorted(required - present):
-    return f"it lacks the leaf '{lacking[0]}'"
+    return f"it lacks the leaf '{lacking[0]}'{advice}"
   if surplus := sorted(present - required):
-    return f"it has a leaf '{surplus[0]}' too many"
+    return f"it has a leaf '{surplus[0]}' too many{advice}"
   # A checkpoint that was restored without a target has dicts with the same keys.
   if tuples := _named_tuples(expected) - _named_tuples(opt_state):
     return f"it lacks the named tuple {sorted(tuples)[0]}"

@@ -58,6 +58,23 @@ def test_another_state_is_named_by_what_tells_it_apart(tx, state, words, door):
     steps(tx, state)[door]()
 
 
+def test_a_state_with_or_without_a_wrapper_is_told_where_the_inner_state_is():
+  plain, wrapper = (
+    optax.sgd(0.1, momentum=0.9),
+    optax_boost.skip_spikes(optax.sgd(0.1, momentum=0.9)),
+  )
+  state = plain.init(PARAMS)
+  with pytest.raises(ValueError, match=REQUIRED + r".* inside, it goes to the field `inner_state`"):
+    steps(wrapper, state)["train_step"]()
+  steps(wrapper, wrapper.init(PARAMS)._replace(inner_state=state))["train_step"]()
+  wrapped = wrapper.init(PARAMS)
+  with pytest.raises(
+    ValueError, match=REQUIRED + r".* inside of this wrapper is its field `inner_"
+  ):
+    steps(plain, wrapped)["train_step"]()
+  steps(plain, wrapped.inner_state)["train_step"]()
+
+
 def test_dicts_in_the_place_of_named_tuples_are_refused_by_name():
   """Orbax returns them if a checkpoint is restored without a target."""
   step = optax_boost.make_train_step(lambda params, x: jnp.sum(params["a"] * x), optax.adam(0.1))
