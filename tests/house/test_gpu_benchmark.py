@@ -1,10 +1,7 @@
 """`python -m benchmarks.gpu` runs to its end on a CPU, and loses no row of a process given up."""
 
-import os
-import pathlib
 import re
-import subprocess
-import sys
+import runpy
 import types
 
 import numpy as np
@@ -13,8 +10,6 @@ import pytest
 from benchmarks import _process, gpu
 from benchmarks.gpu import __main__ as command, parts, trainings
 from tests.house import failing
-
-ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize(
@@ -98,20 +93,22 @@ def test_a_part_yields_its_rows(part):
   assert ("over" in rows[0][1]) == (part not in ("frozen", "sequences", "resnet50"))
 
 
-def test_the_command_writes_its_table_and_says_which_part_was_lost(tmp_path):
-  arguments = ["adasum", "--small", "--out", str(tmp_path)]
-  environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-  for limit in ("600", "0"):
-    options = [*arguments, "--limit", limit]
-    if limit == "0":
-      command.main(options)
-    else:
-      program = [sys.executable, "-m", "benchmarks.gpu", *options]
-      subprocess.run(program, env=environment, cwd=ROOT, check=True)
-    page = (tmp_path / "gpu.md").read_text(encoding="utf-8")
-    assert ("| 4 replicas of 1,000 params: adasum_reduce | " in page) == (limit == "600")
-    assert ("| the others | not done within" in page) == (limit == "0")
-    assert ("device cpu, a copy moves" in page) == (limit == "600")
+@pytest.mark.filterwarnings("ignore:'benchmarks.gpu.__main__' found in sys.modules:RuntimeWarning")
+def test_the_folder_is_a_command(monkeypatch, capsys):
+  monkeypatch.setattr("sys.argv", ["gpu", "--help"])
+  with pytest.raises(SystemExit, match="0"):
+    runpy.run_module("benchmarks.gpu", run_name="__main__")
+  assert "--small" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("limit", ["600", "0"])
+def test_the_command_writes_its_table_and_says_which_part_was_lost(tmp_path, monkeypatch, limit):
+  monkeypatch.setenv("JAX_PLATFORMS", "cpu")  # of the part's process
+  command.main(["adasum", "--small", "--out", str(tmp_path), "--limit", limit])
+  page = (tmp_path / "gpu.md").read_text(encoding="utf-8")
+  assert ("| 4 replicas of 1,000 params: adasum_reduce | " in page) == (limit == "600")
+  assert ("| the others | not done within" in page) == (limit == "0")
+  assert ("device cpu, a copy moves" in page) == (limit == "600")
 
 
 def test_transformers_are_trained_at_levels_for_a_share_of_the_time(tmp_path, capsys):
