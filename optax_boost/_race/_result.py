@@ -176,9 +176,14 @@ class RaceResult:
     for budget in budgets:
       _checks.check_name("budgets", budget, list(BUDGETS))
     tests = self._tests(quantity, budgets)
+
+    def corrected(name: str, budget: str) -> float:
+      if self._is_identical(name, quantity, budget):
+        return math.nan
+      return tests.get(self._test(name, quantity, budget), math.nan)
+
     return {
-      name: {budget: tests.get(self._test(name, quantity, budget), math.nan) for budget in budgets}
-      for name in self._compared
+      name: {budget: corrected(name, budget) for budget in budgets} for name in self._compared
     }
 
   def _test(self, name: str, quantity: str, budget: str) -> tuple[str, bytes]:
@@ -189,12 +194,18 @@ class RaceResult:
     return name, self._differences(name, quantity, budget).tobytes()
 
   def _tests(self, quantity: str, budgets: Sequence[str]) -> dict[tuple[str, bytes], float]:
-    """Returns the corrected p-value of each test, by the key that :meth:`_test` returns."""
+    """Returns the corrected p-value of each test, by the key that :meth:`_test` returns.
+
+    A method that is identical at some budgets only, as an optimizer against itself is at all but
+    equal time, counts there with the p-value 1: the number of comparisons is not chosen by results.
+    """
     p_values = {}
     for name in self._compared:
+      if all(self._is_identical(name, quantity, budget) for budget in budgets):
+        continue
       for budget in budgets:
         differences = self._differences(name, quantity, budget)
-        if len(differences) > 1 and not self._is_identical(name, quantity, budget):
+        if len(differences) > 1:
           p_values[self._test(name, quantity, budget)] = p_value(differences)
     return dict(zip(p_values, holm(list(p_values.values())), strict=True))
 

@@ -313,6 +313,19 @@ def test_there_is_no_p_value_of_one_seed_or_of_identical_curves():
   assert "Holm" not in result.conclusion()
 
 
+def test_identical_curves_count_as_a_comparison_of_a_method_whose_times_differ():
+  # An optimizer against itself, whose clock is late in each seed.
+  late = (HIGH, (1, 2, 3), [(2, 3, 4), (1.5, 3, 5), (1.2, 2.5, 3.5)])
+  found = result_of(sgd=(HIGH, (1, 2, 3), [(1, 2, 3)] * 3), same=late)
+  at_time = found.values("same", LOSS, "seconds") - np.array(HIGH, float)[:, 2]
+  late_alone = stats.ttest_1samp(at_time, 0).pvalue
+  p_values = found.p_values(LOSS)["same"]
+  assert np.isnan([p_values["steps"], p_values["gradient_evaluations"]]).all()
+  assert p_values["seconds"] == pytest.approx(min(2 * late_alone, 1))
+  assert p_values["seconds"] < 1
+  assert found.p_values(LOSS, ["seconds"])["same"]["seconds"] == pytest.approx(late_alone)
+
+
 def test_a_table_compares_at_each_budget():
   result = result_of(
     sgd=([[9, 8, 7], [9, 6, 5]],), **{"a|b": ([[6, 4, 2], [4, 3, 1]], (2, 4, 6), (2, 4, 6))}
