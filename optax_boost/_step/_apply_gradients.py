@@ -62,7 +62,7 @@ def apply_gradients(
   tx = _checks.check_transformation("tx", tx)
   _tree_checks.check_same_tree(grads, _tree_checks.differentiated_params(params), "apply_gradients")
   _state_check.check(tx, opt_state, params)
-  _nesting.check(opt_state)
+  _nesting.check(opt_state, params)
   grads, params = _arrays.as_jax((grads, params))
   return step_in_place(tx, grads, opt_state, params, _extra_args.as_jax_gradients(extra_args))
 

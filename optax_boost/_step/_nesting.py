@@ -46,6 +46,13 @@ _READING = {
   "MultiStepsState": "optax.MultiSteps",
   "SAMState": "optax.contrib.sam",
 }
+# States of transformations that call what they hold inside of a `lax.cond`.
+_CONDITIONAL = {
+  "ApplyIfFiniteState": "optax.apply_if_finite",
+  "ConditionallyMaskState": "optax.conditionally_mask",
+  "ConditionallyTransformState": "optax.conditionally_transform",
+}
+_UNEQUAL_BRANCHES = "its `lax.cond` needs updates in the gradients' dtype, and gets them in float32"
 # The functions that fill the slots of a state.
 _WRAPPERS = {
   "accumulation": "accumulate",
@@ -57,11 +64,17 @@ _WRAPPERS = {
 }
 
 
-def check(opt_state: optax.OptState) -> None:
-  """Raises ValueError if a step in `opt_state` is in a place that makes it wrong."""
+def check(opt_state: optax.OptState, params: optax.Params = ()) -> None:
+  """Raises ValueError if a step in `opt_state` is in a place that makes it wrong.
+
+  With `params`, also refuses steps whose updates are wider than these, where optax can't take them.
+  """
+  dtypes = [jnp.result_type(p) for p in jax.tree.leaves(params)]
+  is_half = any(jnp.issubdtype(d, jnp.floating) and d.itemsize < 4 for d in dtypes)
   for state, holders in _steps(opt_state):
     for holder, index in holders:
-      if reason := _reason(state, holder, index):
+      widens = is_half and state.precision and type(holder).__name__ in _CONDITIONAL
+      if reason := _UNEQUAL_BRANCHES if widens else _reason(state, holder, index):
         name, called = _name(state), _holder_name(holder)
         raise ValueError(
           f"`{name}` can't be inside of `{called}` here: {reason}. Put it around the whole:"
@@ -71,7 +84,7 @@ def check(opt_state: optax.OptState) -> None:
 
 def check_below(step: _slots.Step, inner_state: optax.OptState, params: optax.Params) -> None:
   """Raises ValueError if `step` makes a step in its `inner_state` wrong, or sees too few params."""
-  check(inner_state)
+  check(inner_state, params)
   whole = step.scaling or step.freezing
   if whole and (hidden := _masks.masked_paths(params)):
     raise ValueError(
@@ -190,7 +203,7 @@ def _chain(node: Any) -> str:
 
 def _holder_name(holder: Any) -> str:
   name = type(holder).__name__
-  return _chain(holder) or (_REPLACING | _READING).get(name, name)
+  return _chain(holder) or (_REPLACING | _READING | _CONDITIONAL).get(name, name)
 
 
 def _holds_state(node: Any) -> bool:

@@ -125,7 +125,7 @@ class StepComputation:
     """
     _checks.check_key("rng", rng)
     _state_check.check(self.tx, state.opt_state, state.params)
-    _nesting.check(state.opt_state)
+    _nesting.check(state.opt_state, state.params)
     rngs = () if rng is None else (jax.random.fold_in(rng, state.step),)
     arguments = (state.model_state, batch, *rngs)
     replaced = _replaced_values.find(state.model_state)

@@ -176,6 +176,26 @@ def test_a_step_that_acts_on_the_whole_loss_is_refused_in_a_part_of_the_leaves(m
     tx.init(PARAMS)
 
 
+@pytest.mark.parametrize(
+  "holder",
+  [
+    lambda tx: optax.apply_if_finite(tx, 3),
+    lambda tx: optax.conditionally_mask(tx, lambda s: s < 2),
+  ],
+  ids=["apply_if_finite", "conditionally_mask"],
+)
+@pytest.mark.parametrize("kept", ["master_weights", "stochastic_rounding"])
+def test_wide_updates_are_refused_where_a_branch_of_optax_has_narrow_ones(kept, holder):
+  tx = holder(WRAPPERS[kept](SGD))
+  optax_boost.apply_gradients(tx, PARAMS, tx.init(PARAMS), PARAMS)
+  half = jax.tree.map(lambda p: p.astype(jnp.bfloat16), PARAMS)
+  words = (
+    rf"`{kept}` can't be inside of `optax\.\w+` here: its `lax.cond` needs .*Put it around the"
+  )
+  with pytest.raises(ValueError, match=words):
+    optax_boost.apply_gradients(tx, half, tx.init(half), half)
+
+
 JUDGES = {
   "dynamic_loss_scale": optax_boost.dynamic_loss_scale,
   "accumulate": functools.partial(optax_boost.accumulate, every=2),
