@@ -288,6 +288,7 @@ def test_numbers_are_scaled_by_powers_of_two_to_the_last_bit(dtype, x64):
   x = np.ldexp(np.array([-1.75], dtype), before)
   np.testing.assert_array_equal(_pairs.scale(x, after - before), np.ldexp(x, after - before))
   assert not np.any(_pairs.scale(np.zeros(2, dtype), np.array([-3 * highest, 3 * highest])))
+  np.testing.assert_array_equal(_pairs.exponent(-x), np.frexp(x)[1])
 
 
 def test_large_and_small_leaves_keep_their_range_on_devices_in_groups_and_nodes():

@@ -68,6 +68,13 @@ def power(exponents: jax.Array, dtype: _types.Dtype) -> jax.Array:
   return jax.lax.bitcast_convert_type(bits, dtype)
 
 
+def exponent(x: jax.Array) -> jax.Array:
+  """Returns the least integer e such that ``x < 2^e``, from the bits of a positive normal `x`."""
+  info = jnp.finfo(x.dtype)
+  bits = jax.lax.bitcast_convert_type(x, f"int{info.bits}")
+  return (bits >> info.nmant) - (info.maxexp - 2)
+
+
 def scale(x: jax.Array, exponents: jax.Array) -> jax.Array:
   """Returns ``x 2^exponents``, exactly where `x` and the result are normal numbers or zero.
 
@@ -80,7 +87,7 @@ def scale(x: jax.Array, exponents: jax.Array) -> jax.Array:
 def bounds_of(largest: jax.Array) -> jax.Array:
   """Returns exponents e such that no entry exceeds 2^e, from the largest entry of each node."""
   positive = (largest > 0) & jnp.isfinite(largest)
-  return jnp.where(positive, jnp.frexp(jnp.where(positive, largest, 1))[1], _LOWEST)
+  return jnp.where(positive, exponent(largest), _LOWEST)
 
 
 def scales_of(bounds: jax.Array) -> jax.Array:
@@ -93,7 +100,7 @@ def norms_of(squares: jax.Array, scales: jax.Array) -> jax.Array:
 
   For a node that is zero, n is -126.
   """
-  exponents = (jnp.frexp(squares)[1] + 1 >> 1) - scales
+  exponents = (exponent(squares) + 1 >> 1) - scales
   return jnp.where(squares > 0, jnp.maximum(exponents, _LOWEST), _LOWEST)
 
 
