@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_boost._foundation import _checks, _paths, _trees, _types
+from optax_boost._foundation import _checks, _masks, _paths, _trees, _types
 
 _NUMBER_KINDS = (jnp.floating, jnp.complexfloating, jnp.integer)
 # The shape and the dtype of an array.
@@ -109,10 +109,10 @@ def _difference(
     return ""
   required, present = set(_paths.leaf_paths(expected)), set(_paths.leaf_paths(opt_state))
   # These differences say more than those of the arrays that follow from them.
-  described, others = (sorted(filter(_is_description, paths)) for paths in (required, present))
-  for mine, other in zip(described, others, strict=False):
-    if mine != other:
-      return f"it has '{other}', not '{mine}'"
+  if {*filter(_is_description, required)} != {*filter(_is_description, present)}:
+    for mine, other in zip(_descriptions(expected), _descriptions(opt_state), strict=False):
+      if mine != other:
+        return f"it has '{other}', not '{mine}'"
   advice, wraps = "", hasattr(expected, "inner_state")
   if wraps and not hasattr(opt_state, "inner_state"):
     advice = ": as the state of the optimizer inside, it goes to the field `inner_state`"
@@ -137,6 +137,11 @@ def _named_tuples(opt_state: optax.OptState) -> set[str]:
 def _is_description(path: str) -> bool:
   """Returns whether a key of the state says with which arguments the state was made."""
   return "/made_for/" in path or "/formula/" in path
+
+
+def _descriptions(opt_state: optax.OptState) -> list[str]:
+  """Returns the keys that describe a state, with and without arrays, in the order of the words."""
+  return sorted(filter(_is_description, _paths.leaf_paths(opt_state, _masks.is_masked)))
 
 
 def _array_difference(expected: optax.OptState, opt_state: optax.OptState) -> str:

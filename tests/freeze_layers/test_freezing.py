@@ -996,3 +996,12 @@ def test_the_metric_counts_the_groups_in_which_something_is_frozen(pattern, expe
     state, metrics = step(step.init({"enc": jnp.ones(2), "head": jnp.ones(2)}), 1.0)
   assert int(metrics["frozen_groups"]) == expected
   assert bool(np.all(np.asarray(state.params["enc"]) == 1)) == bool(expected)
+
+
+def test_the_names_of_the_arrays_in_a_state_fit_the_names_of_files():
+  """Orbax without OCDBT makes a file for each array, and no name may have more than 255 bytes."""
+  params = {f"a_layer_with_a_long_name_{i}": jnp.ones(1) for i in range(20)}
+  schedule = optax_boost.gradual_unfreezing(20, every=3, max_depths=20)
+  state = optax_boost.freeze_layers(optax.adam(0.1), list(params), schedule).init(params)
+  paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(state)[0]]
+  assert max(len(jax.tree_util.keystr(path)) for path in paths) < 100

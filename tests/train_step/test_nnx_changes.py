@@ -259,7 +259,7 @@ def test_a_model_that_holds_unusual_things_trains(held):
 
 NAMES = ["layers/0", "layers/1|extra|norm"]
 STAGES = {
-  "freezing/made_for/schedule": [
+  "freezing/made_for/settings": [
     optax_boost.freeze_layers(optax.adam(0.1), NAMES, optax_boost.gradual_unfreezing(2, every=n))
     for n in (9, 2)
   ],

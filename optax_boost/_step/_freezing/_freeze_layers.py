@@ -7,6 +7,7 @@ forward pass. A schedule computes the depth from the step and a key.
 from collections.abc import Callable, Sequence
 import dataclasses
 import functools
+import hashlib
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -43,9 +44,9 @@ class FreezeLayersState(NamedTuple):
     frozen_for: scalar int32, a number of steps during which `frozen_groups` stays the same; or
       -d - 1 if the schedule returned d, which is none of its depths.
     key: raw key data of the schedule's generator.
-    made_for: a dict whose two keys describe the groups and the schedule: the train step reads the
-      groups, and a state with other keys is refused. The values are False: NNX and Orbax keep only
-      the keys of arrays.
+    made_for: a dict whose keys describe the groups and the schedule: the train step reads the
+      groups, and a state with other keys is refused. The last key is a hash of the two others, with
+      the value False: NNX and Orbax keep the keys of arrays only, some as the names of files.
     group_counts: a vector for each leaf of `inner_state` that counts the steps of moments, in the
       order of ``jax.tree.leaves``. Entry i counts only the steps that trained group i.
   """
@@ -53,7 +54,7 @@ class FreezeLayersState(NamedTuple):
   frozen_groups: _types.IntScalar
   frozen_for: _types.IntScalar
   key: jax.Array
-  made_for: dict[str, jax.Array]
+  made_for: dict[str, jax.Array | optax.MaskedNode]
   group_counts: tuple[jax.Array, ...]
 
   @property
@@ -219,12 +220,18 @@ class _FreezeLayers:
     return FreezeLayersState(
       **self._depth_at(jnp.zeros([], jnp.int32), key_data),
       key=key_data,
-      made_for={text: jnp.zeros([], bool) for text in self.description},
+      made_for=self._made_for(),
       group_counts=tuple(
         jnp.full(self.schedule.num_groups, _placement.in_device_memory(leaves[index]))
         for index in counts
       ),
     )
+
+  def _made_for(self) -> dict[str, jax.Array | optax.MaskedNode]:
+    """Returns the field `made_for` of the state."""
+    digest = hashlib.sha256("\n".join(self.description).encode()).hexdigest()[:16]
+    words = dict.fromkeys(self.description, optax.MaskedNode())
+    return words | {f"settings {digest}": jnp.zeros([], bool)}
 
   def _find_counts(
     self,
