@@ -173,6 +173,7 @@ class RaceResult:
     Returns:
       The p-values by method and budget; nan with fewer than two seeds, and for identical curves.
     """
+    _checks.check_name("quantity", quantity, self.quantities)
     for budget in budgets:
       _checks.check_name("budgets", budget, list(BUDGETS))
     tests = self._tests(quantity, budgets)

@@ -67,7 +67,7 @@ def test_the_rates_of_stacked_layers_equal_the_rates_of_unrolled_layers():
   ids=lambda factory: factory.__name__,
 )
 def test_the_steps_of_every_optimizer_are_multiplied(make):
-  params = {"a": jnp.full(2, 0.5), "b": jnp.full(2, 2.0)}
+  params = {"a": jnp.full((2, 2), 0.5), "b": jnp.full((2, 2), 2.0)}
   alone, tx = make(0.1), optax_boost.layerwise_decay(make(0.1), ["a", "b"], 0.25)
   alone_state, decayed_state = alone.init(params), tx.init(params)
   for _ in range(3):
