@@ -108,7 +108,7 @@ def _difference(
     # If `init` computes with the values of the params, it can't run here: nothing is compared.
     return ""
   required, present = set(_paths.leaf_paths(expected)), set(_paths.leaf_paths(opt_state))
-  # These differences say more than those of the arrays that follow from them.
+  # Another configuration explains the differences between arrays, so it is named first.
   if {*filter(_is_description, required)} != {*filter(_is_description, present)}:
     for mine, other in zip(_descriptions(expected), _descriptions(opt_state), strict=False):
       if mine != other:

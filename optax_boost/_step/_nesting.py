@@ -31,27 +31,23 @@ from optax_boost._form import _protocol
 from optax_boost._foundation import _arrays, _checks, _masks, _trees
 from optax_boost._step import _slots, _state
 
-# States of transformations that return other updates than the transformations that they hold, and
-# the names of these transformations.
-_REPLACING = {
-  "LookaheadState": "optax.lookahead",
-  "MechanicState": "optax.contrib.mechanize",
-  "SAMState": "optax.contrib.sam",
-  "ScheduleFreeState": "optax.contrib.schedule_free",
-}
-# States of transformations that use gradients themselves before the one that they hold does.
-_READING = {
-  "ApplyIfFiniteState": "optax.apply_if_finite",
-  "MechanicState": "optax.contrib.mechanize",
-  "MultiStepsState": "optax.MultiSteps",
-  "SAMState": "optax.contrib.sam",
-}
-# States of transformations that call what they hold inside of a `lax.cond`.
-_CONDITIONAL = {
+# Classes of states of optax's transformations, and the names of these transformations.
+_NAMES = {
   "ApplyIfFiniteState": "optax.apply_if_finite",
   "ConditionallyMaskState": "optax.conditionally_mask",
   "ConditionallyTransformState": "optax.conditionally_transform",
+  "LookaheadState": "optax.lookahead",
+  "MechanicState": "optax.contrib.mechanize",
+  "MultiStepsState": "optax.MultiSteps",
+  "SAMState": "optax.contrib.sam",
+  "ScheduleFreeState": "optax.contrib.schedule_free",
 }
+# Those that return other updates than the transformations that they hold.
+_REPLACING = {"LookaheadState", "MechanicState", "SAMState", "ScheduleFreeState"}
+# Those that use gradients themselves before the transformations that they hold do.
+_READING = {"ApplyIfFiniteState", "MechanicState", "MultiStepsState", "SAMState"}
+# Those that call the transformations that they hold inside of a `lax.cond`.
+_CONDITIONAL = {"ApplyIfFiniteState", "ConditionallyMaskState", "ConditionallyTransformState"}
 _UNEQUAL_BRANCHES = "its `lax.cond` needs updates in the gradients' dtype, and gets them in float32"
 # The functions that fill the slots of a state.
 _WRAPPERS = {
@@ -203,7 +199,7 @@ def _chain(node: Any) -> str:
 
 def _holder_name(holder: Any) -> str:
   name = type(holder).__name__
-  return _chain(holder) or (_REPLACING | _READING | _CONDITIONAL).get(name, name)
+  return _chain(holder) or _NAMES.get(name, name)
 
 
 def _holds_state(node: Any) -> bool:

@@ -26,7 +26,7 @@ Differentiated: TypeAlias = tuple[optax.Params, Sequence[jax.Array]]
 
 
 class StatisticSources(NamedTuple):
-  """From what the loss computes a leaf of the new model state, over any number of steps.
+  """The leaves and data that a leaf of the new model state depends on, over any number of steps.
 
   Attributes:
     params: the indices of the params' leaves.
@@ -91,7 +91,7 @@ class TracedLoss:
     return self._layer_axes_of(len(jax.tree.leaves(self._inputs)), self._arguments[0])
 
   def statistics_sources(self, carried: Mapping[int, int]) -> list[StatisticSources]:
-    """Returns for each leaf of the new model state from what the loss computes it.
+    """Returns for each leaf of the new model state the leaves and data that it depends on.
 
     `carried` maps the index of a leaf of the old model state to its index in the new one.
     """

@@ -28,10 +28,10 @@ from optax_boost._step import _kept_leaves, _wrapper
 from optax_boost._step._freezing import _dependence, _group_counts, _schedules, _state_layout
 from optax_boost._trace import _layer_groups
 
-# How the two keys of `FreezeLayersState.made_for` begin.
+# How the two keys of `FreezeLayersState.made_for` that are in words begin.
 _GROUPS, _SCHEDULE = "groups: ", "schedule: "
-# For how many steps a step computes the depths ahead. The train step waits for the device, to read
-# the depth, once in so many steps.
+# The number of steps whose depths a step computes ahead. The train step reads the depth from the
+# device, and waits for it, at least once in this number of steps.
 _LOOK_AHEAD = 100
 
 
