@@ -138,6 +138,16 @@ def loss_fn(model: ResNet, batch: dict[str, jax.Array]) -> jax.Array:
   return jnp.mean(losses)
 
 
+# The layers of a `ResNet` in the order of the forward pass: its blocks, and its single layers.
+BLOCKS = ["stem|/norm", "blocks/*", "head"]
+LAYERS = ["stem|/norm", "blocks/*/convs/*|blocks/*/norms/*", "head"]
+
+
+def names(boost: Any) -> list[str]:
+  """The names of what a level freezes: blocks, or single layers for MindSpore's ten groups."""
+  return LAYERS if boost.on.get("grad_freeze", {}).get("param_groups", 2) > 5 else BLOCKS
+
+
 def contenders(total_steps: int) -> dict[str, Any]:
   """The levels, and the methods of O1 one by one.
 
@@ -194,7 +204,7 @@ class Trainer:
     sgd = optax.sgd(rate, momentum=0.9, nesterov=True)
     inner = optax.chain(optax.add_decayed_weights(5e-4), sgd)
     split = optax_boost.nnx.split_loss(loss_fn, self.model(0))
-    self._tx = boost.optimizer(inner, *split, batch)
+    self._tx = boost.optimizer(inner, *split, batch, groups=names(boost))
     self.step = optax_boost.nnx.make_train_step(loss_fn)
 
   def fresh(self, seed: int) -> ResNet:

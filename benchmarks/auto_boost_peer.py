@@ -36,7 +36,8 @@ def ours(name: str, boost: Any, batch: dict[str, np.ndarray]) -> _harness.Conten
     return boost.model(optax_boost.nnx.less_bn, fresh, batch["x"])
 
   inner = optax.chain(optax.add_decayed_weights(1e-4), optax.sgd(0.05, momentum=0.9, nesterov=True))
-  tx = boost.optimizer(inner, *optax_boost.nnx.split_loss(auto_boost.loss_fn, made()), batch)
+  split = optax_boost.nnx.split_loss(auto_boost.loss_fn, made())
+  tx = boost.optimizer(inner, *split, batch, groups=auto_boost.names(boost))
   step = optax_boost.nnx.make_train_step(auto_boost.loss_fn)
 
   def start() -> tuple[Any, nnx.Optimizer]:

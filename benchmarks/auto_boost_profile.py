@@ -78,13 +78,14 @@ def _pure_step(model: Any, batch: Any, tx: Any) -> Work:
 def _without_norms(model: Any) -> Any:
   for _, block in nnx.iter_modules(model):
     if isinstance(block, auto_boost.Bottleneck):
-      block.norms = nnx.List([_identity for _ in block.norms])
-  model.norm = _identity
+      block.norms = nnx.List([_Identity() for _ in block.norms])
+  model.norm = _Identity()
   return model
 
 
-def _identity(x: Any) -> Any:
-  return x
+class _Identity(nnx.Module):
+  def __call__(self, x: Any) -> Any:
+    return x
 
 
 def _sgd() -> optax.GradientTransformation:
@@ -99,8 +100,7 @@ def _parts(make: Callable[[], Any], batch: Any) -> dict[str, Work]:
     return auto_boost.loss_fn(nnx.merge(graphdef, params, rest), batch)
 
   forward, both = jax.jit(loss), jax.jit(jax.value_and_grad(loss))
-  split = optax_boost.nnx.split_loss(auto_boost.loss_fn, model)
-  groups = optax_boost.layer_groups(*split, batch, num_groups=_GROUPS)
+  groups = optax_boost.layer_groups(params, auto_boost.BLOCKS, num_groups=_GROUPS)
   works: dict[str, Work] = {
     "forward": lambda: forward(params, rest, batch),
     "forward and backward": lambda: both(params, rest, batch),
@@ -127,7 +127,7 @@ def _mean_step(level: str, steps: list[float]) -> float:
   """A step of a level on average over a training, from that of each depth."""
   first = optax_boost.auto_boost(level, total_steps=_STEPS).on["freeze_layers"]["first"]
   schedule = optax_boost.progressive_freezing(_GROUPS, _STEPS, first, anneal=False)
-  depths = [int(schedule.frozen_groups(jnp.int32(t), None)) for t in range(_STEPS)]
+  depths = [int(schedule.frozen_groups(t)) for t in range(_STEPS)]
   return float(np.mean([steps[depth] for depth in depths]))
 
 

@@ -58,7 +58,7 @@ def count(work: Callable[[], Any]) -> Calls:
 
 def optimizers(layers: int) -> dict[str, optax.GradientTransformation]:
   """The optimizers whose steps are counted, for a model with this number of layers."""
-  schedule = optax_boost.FreezeSchedule(layers, lambda step, key: jnp.where(step == 0, 1, 0))
+  schedule = optax_boost.FreezeSchedule([0, 1], [1, 0])
   groups = [f"layers/{i}/" for i in range(layers)]
   centralized = optax.chain(optax_boost.centralize(), optax.adamw(1e-3))
   frozen = optax_boost.freeze_layers(centralized, groups, schedule)

@@ -6,10 +6,9 @@ With ``--counts``: what step counts of their own cost the groups.
 import argparse
 from collections.abc import Callable
 import contextlib
-import itertools
 import pathlib
 import time
-from typing import Any, NamedTuple
+from typing import Any
 
 from flax import linen as nn
 import jax
@@ -28,8 +27,8 @@ _ABOUT = f"""\
 One train step of a Linen module (forward, backward, SGD with momentum and
 weight decay, params and state donated) of a model in {_GROUPS} groups, of which the first so many
 are frozen. Ratios are medians of the ratios within a round to the same step of the same optimizer
-without `freeze_layers`. Each depth is one compiled step; the depth is read from the state before
-each step. FLOPs and temporary memory are XLA's, of the compiled step.
+without `freeze_layers`. Each depth is one compiled step. FLOPs and temporary memory are XLA's, of
+the compiled step.
 
 The tables "beside MindSpore" measure ours and MindSpore 2.10.0 (graph mode, CPU, each step in a
 process of its own) in the same rounds. What freezing saves is read in the column of the *own*
@@ -44,11 +43,10 @@ into one group, finds five where ten are asked for, and then freezes nothing at 
 
 _ABOUT_COUNTS = f"""\
 Adam in `freeze_layers` with {_GROUPS} groups, each with its own step count, beside the same Adam
-whose one count all groups share: its state keeps the count apart from the moments, and
-`freeze_layers` takes it for the run's. Params and state are donated. "Update" is `tx.update` and
-`optax.apply_updates` in one's own `jit`, where the depth is not known while tracing; "train step"
-is `make_train_step` with nothing frozen. Times are processor time, and ratios are medians of the
-ratios within a round."""
+whose one count all groups share: `counts="run"`. Params and state are donated. "Update" is
+`tx.update` and `optax.apply_updates` in one's own `jit`, where the depth is not known while
+tracing; "train step" is `make_train_step` with nothing frozen. Times are processor time, and ratios
+are medians of the ratios within a round."""
 
 
 class ConvNet(nn.Module):
@@ -127,6 +125,13 @@ def contender(
   return _harness.Contender(name, run, facts)
 
 
+def groups_of(module: nn.Module, batch: Any) -> optax_boost.LayerGroups:
+  """The groups of a model's layers."""
+  params = jax.eval_shape(module.init, jax.random.key(0), batch["x"])["params"]
+  layers = ["Conv_*|BatchNorm_*"] if isinstance(module, ConvNet) else []
+  return optax_boost.layer_groups(params, [*layers, "Dense_*"], num_groups=_GROUPS)
+
+
 def fixed(plan: optax_boost.LayerGroups, depth: int) -> optax.GradientTransformation:
   """The optimizer with so many groups frozen in every step."""
   schedule = optax_boost.fixed_freezing(_GROUPS, depth)
@@ -142,9 +147,7 @@ def compare(title: str, module: nn.Module, batch: Any, rounds: int) -> Any:
     batch: what every step gets.
     rounds: quiet rounds to collect.
   """
-  variables = module.init(jax.random.key(0), batch["x"])
-  split = optax_boost.linen.split_loss(loss_fn, module, variables)
-  plan = optax_boost.layer_groups(*split, batch, num_groups=_GROUPS)
+  plan = groups_of(module, batch)
   print(plan)
   contenders = [contender(_PLAIN, module, optimizer(), batch)]
   contenders += [
@@ -163,9 +166,7 @@ def beside_mindspore(title: str, name: str, module: nn.Module, batch: Any, round
     batch: what every step of ours gets.
     rounds: quiet rounds to collect.
   """
-  variables = module.init(jax.random.key(0), batch["x"])
-  split = optax_boost.linen.split_loss(loss_fn, module, variables)
-  plan = optax_boost.layer_groups(*split, batch, num_groups=_GROUPS)
+  plan = groups_of(module, batch)
   contenders = [contender(_PLAIN, module, optimizer(), batch)]
   contenders += [
     contender(f"{depth} frozen", module, fixed(plan, depth), batch) for depth in _DEPTHS
@@ -181,29 +182,6 @@ def beside_mindspore(title: str, name: str, module: nn.Module, batch: Any, round
       for row, form, depth in theirs
     ]
     return _harness.compare(contenders, [_PLAIN, _THEIR_PLAIN], rounds, title)
-
-
-class _Clock(NamedTuple):
-  """A step count alone, as the count of a learning rate schedule."""
-
-  count: jax.Array  # type: ignore[assignment]  # tuples have a method of this name
-
-
-def adam(shared: bool) -> optax.GradientTransformation:
-  """Adam, whose count all groups share or not."""
-  scale = optax.scale_by_adam()
-
-  def init(params: Any) -> Any:
-    state = scale.init(params)
-    return state._replace(count=None), _Clock(state.count)
-
-  def update(updates: Any, state: Any, params: Any = None) -> Any:
-    moments, clock = state
-    updates, new = scale.update(updates, moments._replace(count=clock.count), params)
-    return updates, (new._replace(count=None), _Clock(new.count))
-
-  first = optax.GradientTransformation(init, update) if shared else scale
-  return optax.chain(first, optax.scale(-1e-3))
 
 
 def update_alone(name: str, tx: optax.GradientTransformation, params: Any) -> _harness.Contender:
@@ -241,36 +219,33 @@ def compare_counts(batch: Any, rounds: int) -> list[Any]:
     batch: of the train step.
     rounds: quiet rounds to collect.
   """
-  shared, apart = "one count", "a count per group"
+  counts = {"one count": "run", "a count per group": "group"}
+  shared, adam = next(iter(counts)), optax.adam(1e-3)
   schedule = optax_boost.gradual_unfreezing(_GROUPS, every=100)
   leaves = {f"layer_{i:03d}": jnp.ones((128, 128)) for i in range(161)}
   patterns = [f"layer_{i:02d}[0-9]" for i in range(_GROUPS - 1)]
   patterns.append("layer_09[0-9]|layer_1[0-9][0-9]")
   stacked = {"blocks": jnp.ones((12, 512, 512)), "head": jnp.ones(512)}
-  ends = [i * 12 // _GROUPS for i in range(_GROUPS + 1)]
-  slices = [optax_boost.LayerSlice("blocks", 0, *run) for run in itertools.pairwise(ends)]
-  layers = [(layer_slice,) for layer_slice in slices[:-1]]
-  plan = optax_boost.LayerGroups((*layers, (slices[-1], "head")), (1,) * _GROUPS)
+  plan = optax_boost.layer_groups(stacked, ["blocks[*]", "head"], num_groups=_GROUPS)
   comparisons = []
   for title, params, groups in (
     ("Update of 161 leaves", leaves, patterns),
     ("Update of 12 stacked layers", stacked, plan),
   ):
     contenders = [
-      update_alone(name, optax_boost.freeze_layers(adam(name == shared), groups, schedule), params)
-      for name in (shared, apart)
+      update_alone(name, optax_boost.freeze_layers(adam, groups, schedule, counts=of), params)
+      for name, of in counts.items()
     ]
     timed = list(map(_harness.in_processor_time, contenders))
     comparisons.append(_harness.compare(timed, [shared], rounds, title))
   module = Perceptron()
-  variables = module.init(jax.random.key(0), batch["x"])
-  split = optax_boost.linen.split_loss(loss_fn, module, variables)
-  plan = optax_boost.layer_groups(*split, batch, num_groups=_GROUPS)
-  # Nothing is frozen, but each group may be in other steps.
-  unfrozen = optax_boost.FreezeSchedule(_GROUPS, lambda step, key: jnp.zeros_like(step))
+  plan = groups_of(module, batch)
+  # Nothing is frozen in the measured steps; later ones train each group in other steps.
+  steps = [0, *range(1_000_000, 1_000_000 + _GROUPS)]
+  unfrozen = optax_boost.FreezeSchedule(steps, [0, *range(_GROUPS)])
   contenders = [
-    contender(name, module, optax_boost.freeze_layers(adam(name == shared), plan, unfrozen), batch)
-    for name in (shared, apart)
+    contender(name, module, optax_boost.freeze_layers(adam, plan, unfrozen, counts=of), batch)
+    for name, of in counts.items()
   ]
   title = "Train step of the MLP: 3072 inputs, nine layers of 512, batch 256"
   timed = list(map(_harness.in_processor_time, contenders))

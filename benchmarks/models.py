@@ -9,6 +9,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
+# The first 30 convolutions of `ResNet`, of 53, and all after them: two groups of layers.
+HALVES = ("Conv_?|Conv_[12]?|BatchNorm_?|BatchNorm_[12]?", "Dense_0")
+
 
 class ResNet(nn.Module):
   """A bottleneck ResNet; as it stands it is ResNet-50 in bfloat16, its params in float32.

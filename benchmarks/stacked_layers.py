@@ -194,7 +194,8 @@ def compare_half(rounds: int) -> list[Any]:
     ("Blocks in a scan", "updates set to zero", stacked),
     ("Blocks written out", "optax.partition", stacked | {"blocks": layers}),
   ):
-    groups = optax_boost.layer_groups(loss_fn, params, tokens, num_groups=_FEW + 2)
+    blocks = "blocks[*]" if params is stacked else "blocks/*"
+    groups = optax_boost.layer_groups(params, ["embed", blocks, "head"])
     frozen = half_frozen_by_optax(params)
     rows = [
       (_WHOLE, adamw, False),
@@ -228,14 +229,12 @@ def main() -> None:
   stacked = initial_params()
   layers = [jax.tree.map(lambda w: w[i], stacked["blocks"]) for i in range(_LAYERS)]  # noqa: B023
   forms = {
-    "scan": (stacked, optax_boost.layer_groups(loss_fn, stacked, tokens, num_groups=_GROUPS)),
-    "written out": (
-      stacked | {"blocks": layers},
-      ["embed", *(f"blocks/{i}/" for i in range(_LAYERS)), "head"],
-    ),
+    "scan": (stacked, "blocks[*]"),
+    "written out": (stacked | {"blocks": layers}, "blocks/*"),
   }
   comparisons = []
-  for form, (params, groups) in forms.items():
+  for form, (params, blocks) in forms.items():
+    groups = optax_boost.layer_groups(params, ["embed", blocks, "head"])
     rows = [("no freezing", None), *((f"{d} of {_LAYERS} frozen", d) for d in _DEPTHS)]
     contenders = [
       contender(name, loss_fn, params, transformation(groups, depth), tokens)

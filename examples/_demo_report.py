@@ -69,7 +69,9 @@ _CODE = f"""In your code:
                     tx = boost.optimizer(adamw, loss_fn, params, batch)
                     boost.measure(step.on_copy(state), batch)
                     step(state, boost.batch(batch, number))
-  last half         optax_boost.freeze_layers(adamw, groups, optax_boost.fixed_freezing(2, 1))
+  last half         names = ["embed", "blocks/*", "head"]  # in the order of the forward pass
+                    groups = optax_boost.layer_groups(params, names, num_groups=2)
+                    optax_boost.freeze_layers(adamw, groups, optax_boost.fixed_freezing(2, 1))
   layer-wise decay  optax_boost.layerwise_decay(adamw, groups, 0.75)
   micro-batches     optax_boost.accumulate(adamw, every={MICRO_BATCHES})"""
 

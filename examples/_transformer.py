@@ -8,6 +8,8 @@ import optax
 
 VOCABULARY = 128
 LAYERS, WIDTH, HEADS, LENGTH = 6, 64, 4, 64
+# The names of the layers in the order of the forward pass.
+NAMES = ["tokens|positions", "blocks[*]", "head"]
 
 
 def init(key: jax.Array, layers: int | None = None, *, rotary: bool = False) -> dict[str, Any]:

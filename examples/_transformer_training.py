@@ -8,7 +8,6 @@ import _transformer
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 
 class Run(NamedTuple):
@@ -97,14 +96,15 @@ def train(
   times: dict[Any, list[float]] = {}
   clock, losses = [], []
   for number, batch in enumerate(batches, 1):
-    kind = batch.shape, int(optax.tree.get(state.opt_state, "frozen_groups", 0))
-    if kind not in first:
-      first[kind] = jax.tree.map(jnp.copy, state), batch
-    kinds.append(kind)
+    before = jax.tree.map(jnp.copy, state)  # The step frees the state.
     start_time = time.process_time()
     state, metrics = step(state, batch)
     jax.block_until_ready((state, metrics))
-    times.setdefault(kind, []).append(time.process_time() - start_time)
+    spent = time.process_time() - start_time
+    kind = batch.shape, int(metrics.get("frozen_groups", 0))
+    first.setdefault(kind, (before, batch))
+    kinds.append(kind)
+    times.setdefault(kind, []).append(spent)
     if number in points:
       now = time.perf_counter()
       clock.append(now - begin - evaluating)
@@ -118,7 +118,7 @@ def train(
     return step_seconds(step, *first[kind])
 
   cost = {kind: seconds(kind) for kind in first}
-  spent = np.cumsum([cost[kind] for kind in kinds])
+  until = np.cumsum([cost[kind] for kind in kinds])
   memory = max(step_memory(step.lower(*sample).compile()) for sample in first.values())
-  at_points = spent[np.array(points) - 1]
+  at_points = until[np.array(points) - 1]
   return state.params, Run(at_points, np.array(clock), np.array(losses), len(first), memory)

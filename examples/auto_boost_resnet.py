@@ -29,6 +29,9 @@ import optax_boost.nnx
 BATCH_SIZE = 64
 WIDTHS = (16, 32, 64)
 BASELINE = "O0"
+# The layers in the order of the forward pass: blocks, and single layers for many groups.
+BLOCKS = ["stem|norm", "block_*", "head"]
+LAYERS = ["stem|norm", "block_*/conv_*|block_*/norm_*", "head"]
 
 
 class Bottleneck(nnx.Module):
@@ -117,7 +120,9 @@ def run(boost: optax_boost.AutoBoost, epochs: int, seeds: Iterable[int]) -> Iter
   rate = optax.warmup_cosine_decay_schedule(0.0, 0.05, steps // 10, steps, last)
   sgd = optax.sgd(rate, momentum=0.9, nesterov=True)
   inner = optax.chain(optax.add_decayed_weights(1e-4), sgd)
-  tx = boost.optimizer(inner, *optax_boost.nnx.split_loss(loss_fn, prepared), sample)
+  split = optax_boost.nnx.split_loss(loss_fn, prepared)
+  names = LAYERS if boost.on.get("grad_freeze", {}).get("param_groups", 2) > 5 else BLOCKS
+  tx = boost.optimizer(inner, *split, sample, groups=names)
   step = optax_boost.nnx.make_train_step(loss_fn)
   compiled: set[int] = set()
   for seed in seeds:

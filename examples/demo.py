@@ -122,20 +122,20 @@ def at_level(level: str, start: Any, feed: Batches, rate: float) -> AtLevel:
   return AtLevel(boost, tx, feed)
 
 
-def all_layers(adamw: Any, start: Any, batch: Any) -> optax.GradientTransformation:
+def all_layers(adamw: Any, start: Any) -> optax.GradientTransformation:
   """Fine-tunes everything."""
   return adamw
 
 
-def last_half(adamw: Any, start: Any, batch: Any) -> optax.GradientTransformation:
+def last_half(adamw: Any, start: Any) -> optax.GradientTransformation:
   """The first half of the layers never moves."""
-  groups = optax_boost.layer_groups(_transformer.loss_fn, start, batch, num_groups=2)
+  groups = optax_boost.layer_groups(start, _transformer.NAMES, num_groups=2)
   return optax_boost.freeze_layers(adamw, groups, optax_boost.fixed_freezing(2, 1))
 
 
-def layerwise(adamw: Any, start: Any, batch: Any) -> optax.GradientTransformation:
+def layerwise(adamw: Any, start: Any) -> optax.GradientTransformation:
   """Each layer has a part of the rate of the layer after it."""
-  groups = optax_boost.layer_groups(_transformer.loss_fn, start, batch)
+  groups = optax_boost.layer_groups(start, _transformer.NAMES)
   return optax_boost.layerwise_decay(adamw, groups, LAYER_DECAY)
 
 
@@ -194,7 +194,7 @@ def compare(plan: Plan) -> Results:
     points = training.evaluation_points(plan.tuning_steps, TUNING_EVALUATIONS)
     before = float(training.evaluate(params, held_out(comedy.test)))
     for name, make in WAYS.items():
-      tx = make(optimizer(TUNING_RATES[name], plan.tuning_steps), params, feed[0])
+      tx = make(optimizer(TUNING_RATES[name], plan.tuning_steps), params)
       _, tuned[name] = train(name, params, tx, feed, comedy.test, points)
     bar.set_description("memory of a large batch")
     prices = at.boost.on["sequence_length_warmup"]["length_prices"]

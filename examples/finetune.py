@@ -52,33 +52,33 @@ def held_out(text: np.ndarray) -> np.ndarray:
   return _texts.windows(text, HELD_OUT, _transformer.LENGTH, np.random.default_rng(1))
 
 
-def _groups(params: Any, batch: Any, number: int | None = None) -> optax_boost.LayerGroups:
-  return optax_boost.layer_groups(_transformer.loss_fn, params, batch, num_groups=number)
+def _groups(params: Any, number: int | None = None) -> optax_boost.LayerGroups:
+  return optax_boost.layer_groups(params, _transformer.NAMES, num_groups=number)
 
 
-def full(adam: Any, params: Any, batch: Any, steps: int) -> optax.GradientTransformation:
+def full(adam: Any, params: Any, steps: int) -> optax.GradientTransformation:
   """All layers train."""
   return adam
 
 
-def last_half(adam: Any, params: Any, batch: Any, steps: int) -> optax.GradientTransformation:
+def last_half(adam: Any, params: Any, steps: int) -> optax.GradientTransformation:
   """The first half of the layers never moves."""
-  groups = _groups(params, batch, 2)
+  groups = _groups(params, 2)
   return optax_boost.freeze_layers(adam, groups, optax_boost.fixed_freezing(2, 1))
 
 
-def gradual(adam: Any, params: Any, batch: Any, steps: int) -> optax.GradientTransformation:
+def gradual(adam: Any, params: Any, steps: int) -> optax.GradientTransformation:
   """The last quarter trains first, and all of it from the middle on."""
   schedule = optax_boost.gradual_unfreezing(4, every=max(steps // 6, 1))
-  return optax_boost.freeze_layers(adam, _groups(params, batch, 4), schedule)
+  return optax_boost.freeze_layers(adam, _groups(params, 4), schedule)
 
 
-def layerwise(adam: Any, params: Any, batch: Any, steps: int) -> optax.GradientTransformation:
+def layerwise(adam: Any, params: Any, steps: int) -> optax.GradientTransformation:
   """A group for each layer, with 0.75 of the rate of the one after it."""
-  return optax_boost.layerwise_decay(adam, _groups(params, batch), 0.75)
+  return optax_boost.layerwise_decay(adam, _groups(params), 0.75)
 
 
-# From Adam, params, a batch and the number of steps to the transformation of a way to fine-tune.
+# From Adam, params and the number of steps to the transformation of a way to fine-tune.
 WAYS: dict[str, Callable[..., optax.GradientTransformation]] = {
   "full": full,
   "last half": last_half,
@@ -106,12 +106,10 @@ def pretrain(text: np.ndarray, steps: int) -> Any:
   return training.train(step, start, feed, held_out(text), points=[steps])[0]
 
 
-def make_step(name: str, rate: float, start: Any, text: np.ndarray, steps: int) -> Any:
+def make_step(name: str, rate: float, start: Any, steps: int) -> Any:
   """The train step of a way, with a rate that falls to zero."""
-  batch = next(batches(text, 1, 0))
   adam = optax.adam(optax.cosine_decay_schedule(rate, steps))
-  tx = WAYS[name](adam, start, batch, steps)
-  return optax_boost.make_train_step(_transformer.loss_fn, tx)
+  return optax_boost.make_train_step(_transformer.loss_fn, WAYS[name](adam, start, steps))
 
 
 def fine_tune(
@@ -126,7 +124,7 @@ def choose_rate(name: str, start: Any, text: _texts.Text, steps: int, bar: tqdm)
   """The rate of the least loss on validation text."""
   found = {}
   for rate in RATES:
-    step = make_step(name, rate, start, text.train, steps)
+    step = make_step(name, rate, start, steps)
     run = fine_tune(step, start, text.train, held_out(text.validation), steps, seed=1000)
     found[rate] = run.losses[-1] if np.isfinite(run.losses[-1]) else np.inf
     bar.update()
@@ -209,7 +207,7 @@ def work(plan: Plan) -> tuple[Figure, Path]:
       bar.set_description(name)
       if plan.tune:
         rates[name] = choose_rate(name, start, text, plan.steps, bar)
-      step = make_step(name, rates[name], start, text.train, plan.steps)
+      step = make_step(name, rates[name], start, plan.steps)
       runs[name] = []
       for seed in range(plan.seeds):
         run = fine_tune(step, start, text.train, held_out(text.test), plan.steps, seed)

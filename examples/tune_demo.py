@@ -48,7 +48,7 @@ def main(arguments: list[str] | None = None) -> None:
   windows = demo.held_out(text.validation)
   feed = demo.batches(text.train, demo.TUNING_STEPS, SEED)
   for name, rate in itertools.product(demo.WAYS, TUNING_RATES):
-    tx = demo.WAYS[name](demo.optimizer(rate, demo.TUNING_STEPS), params, feed[0])
+    tx = demo.WAYS[name](demo.optimizer(rate, demo.TUNING_STEPS), params)
     step = optax_boost.make_train_step(_transformer.loss_fn, tx)
     _, run = training.train(step, params, feed, windows, [demo.TUNING_STEPS])
     print(f"{name}, rate {rate:g}: {run.losses[-1]:.3f}", flush=True)

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from optax_boost._foundation._full_gradient import full_gradient
 from optax_boost._foundation._path_mask import path_mask
 from optax_boost._foundation._warnings import NoEffectWarning
-from optax_boost._length_prices import length_prices
 from optax_boost._levels import AutoBoost, auto_boost
 from optax_boost._methods._adasum import adasum, adasum_reduce
 from optax_boost._methods._centralization import centralize
@@ -26,7 +25,12 @@ from optax_boost._methods._sgperm import PermutedParams, laperm, permuted_params
 from optax_boost._methods._svrg import refresh_svrg, svrg
 from optax_boost._methods._switch import switch_after
 from optax_boost._race import RaceResult, race
-from optax_boost._sequences import LengthSchedule, cut_sequences, sequence_length_warmup
+from optax_boost._sequences import (
+  LengthSchedule,
+  cut_sequences,
+  length_prices,
+  sequence_length_warmup,
+)
 from optax_boost._step._accumulation import accumulate
 from optax_boost._step._apply_gradients import apply_gradients
 from optax_boost._step._average_params import (

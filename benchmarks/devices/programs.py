@@ -72,7 +72,7 @@ def compile_train_step(chip: chips.Chip, step: Any, arrays: Any, batch: Any) -> 
 
   Args:
     chip: the chip.
-    step: a train step; of groups that its optimizer may freeze it freezes the first.
+    step: a train step, whose schedule of freezing, if there is one, has one depth.
     arrays: the arguments of its `init`, abstract.
     batch: the batch, abstract.
   """
@@ -82,12 +82,7 @@ def compile_train_step(chip: chips.Chip, step: Any, arrays: Any, batch: Any) -> 
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=one)
 
   abstract = jax.tree.map(place, jax.eval_shape(step.init, *arrays))
-  state = abstract
-  if hasattr(state.opt_state, "frozen_groups"):
-    # Known, so that the program for this depth is compiled.
-    frozen = state.opt_state.freezing._replace(frozen_groups=np.int32(1))
-    state = state._replace(opt_state=state.opt_state._replace(freezing=frozen))
-  return abstract, step.lower(state, jax.tree.map(place, batch)).compile()
+  return abstract, step.lower(abstract, jax.tree.map(place, batch)).compile()
 
 
 def whole_bytes(compiled: Any) -> int:

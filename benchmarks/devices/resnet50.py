@@ -54,8 +54,7 @@ def program(row: str, batch_size: int) -> dict[str, float]:
   loss, *arrays = optax_boost.linen.split_loss(models.image_loss, module, variables)
   tx = optax.chain(optax.add_decayed_weights(1e-4), optax.sgd(0.1, momentum=0.9))
   if row in (_FROZEN, _BOTH):
-    groups = optax_boost.layer_groups(loss, *arrays, batch, num_groups=2)
-    tx = optax_boost.freeze_layers(tx, groups, optax_boost.fixed_freezing(2, 1))
+    tx = optax_boost.freeze_layers(tx, models.HALVES, optax_boost.fixed_freezing(2, 1))
   step = optax_boost.make_train_step(loss, tx)
   _, compiled = programs.compile_train_step(chips.CHIPS["v5e-8"], step, arrays, batch)
   cost = compiled.cost_analysis()

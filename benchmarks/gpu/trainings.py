@@ -336,7 +336,9 @@ class Images:
     sgd = optax.chain(
       optax.add_decayed_weights(5e-4), optax.sgd(schedule, momentum=0.9, nesterov=True)
     )
-    step = optax_boost.make_train_step(loss, boost.optimizer(sgd, loss, params, stats, sample))
+    layers = ["Conv_*|BatchNorm_*", "Dense_0"]
+    tx = boost.optimizer(sgd, loss, params, stats, sample, groups=layers)
+    step = optax_boost.make_train_step(loss, tx)
     state = step.init(params, stats)
     seconds: dict[int, list[float]] = {}
     rng = np.random.default_rng(0)

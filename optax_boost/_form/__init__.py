@@ -7,6 +7,5 @@ The modules, each of which imports those before it:
   _finiteness       ``finite_entries`` defines which entries of a tree are finite; checks of trees
   _state_check      refuses the state of other params or of another transformation
   _form             ``Form``: a transformation's name and arguments
-  _exact_params     adds updates to params, or takes the exact params that a state holds
   _transformation   makes transformations from the functions of a method
 """

@@ -4,30 +4,23 @@ The class of a method's state may declare tuples of field names:
 
   metrics   fields that the train step reports: ``("trust_ratio", "lars/notfinite_count")``. A
             prefix and a slash before a field's name distinguish the metrics of two methods.
-  requests  fields by which the state asks something of the train step: ``("loss_scale",)``
+  requests  fields by which the state asks something of the train step: ``("full_gradient",)``
   outcome   the field that tells whether the last call made a step: ``("made",)``
   skips     fields that count the calls that left their batch out: ``("notfinite_count",)``
-  exact     fields that hold the exact params after the step, which params plus updates may miss by
-            one rounding; a leaf that the method does not change is ``optax.MaskedNode()``
-  exact_if  fields with a scalar bool; the fields in `exact` count only if all of them are True
+  exact     the field that holds the exact params after the step, which params plus updates may miss
+            by one rounding; the state's method ``exact_params(new, params, updates)`` puts them
+            into `new`, which is params plus updates
   takes     names of extra arguments of ``update``, not of fields: ``("layers",)``
   across_devices  fields that ``update`` computes from the gradients of all devices, so that all
             devices must call it or none: ``("orthogonality",)``
 
-The train step knows three requests and no method by name:
+The train step knows one request and no method by name:
 
-  loss_scale        scalar float32; the train step multiplies the loss by this number before it
-                    differentiates the loss
-  frozen_groups     scalar int32; the train step leaves out the backward pass of this number of
-                    first groups of layers. The field `frozen_for`, scalar int32, is a number of
-                    steps during which `frozen_groups` does not change. If it is negative, the
-                    state's method ``check_declared(frozen_for)`` raises an error
   full_gradient     the mean gradient over all of the data, which ``TrainStep.refresh`` passes to
                     the state's method ``with_full_gradient(params, full_gradient)``
 
 Declarations are attributes of the class, so a param named ``metrics`` is not taken for a
-declaration. For the request `frozen_groups`, the train step must also know the groups of layers.
-These are static, so the state's property `groups` returns them from a dict without arrays.
+declaration.
 """
 
 import collections
@@ -40,8 +33,6 @@ import optax
 
 from optax_boost._foundation import _checks, _trees, _types
 
-LOSS_SCALE = "loss_scale"
-FROZEN_GROUPS = "frozen_groups"
 FULL_GRADIENT = "full_gradient"
 
 _State = TypeVar("_State")
@@ -126,24 +117,6 @@ def takes(opt_state: optax.OptState, extra_argument: str) -> bool:
   return any(extra_argument in declared(state, "takes") for state in states)
 
 
-def requesting_state(opt_state: optax.OptState, request: str) -> optax.OptState:
-  """Returns the state in `opt_state` that declares a request, or None if no state does.
-
-  Raises ValueError if several states declare the request.
-  """
-  states = _requesting_states(opt_state, request)
-  if len(states) > 1:
-    types = ", ".join(type(state).__name__ for state in states)
-    raise ValueError(
-      f"`make_train_step` needs at most one state with a `{request}`; the optimizer state holds"
-      f" {len(states)} ({types}). Put one such wrapper around the whole optimizer."
-    )
-  if not states:
-    return None
-  _field(states[0], type(states[0]), request, "requests")
-  return states[0]
-
-
 def renew_full_gradients(
   opt_state: optax.OptState, params: optax.Params, full_gradient: optax.Updates
 ) -> optax.OptState:
@@ -165,6 +138,16 @@ def renew_full_gradients(
     opt_state,
     is_leaf=requests_it,
   )
+
+
+def apply_updates(
+  params: optax.Params, updates: optax.Updates, opt_state: optax.OptState
+) -> optax.Params:
+  """Returns params plus updates, with the exact params that states in `opt_state` hold."""
+  new: optax.Params = optax.apply_updates(params, updates)
+  for state in declaring_states(opt_state, "exact"):
+    new = state.exact_params(new, params, updates)  # type: ignore[attr-defined]
+  return new
 
 
 def _field(state: _types.Tree, state_type: type, field: str, kind: str) -> Any:

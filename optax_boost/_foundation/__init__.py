@@ -21,6 +21,5 @@ The modules, each of which imports those before it:
   _trees            maps over trees, nodes of trees, functions that run once per tree
   _tree_checks      checks of gradients, params and states
   _extra_args       extra arguments of ``update``: gradients, functions of params
-  _batches          ``Constants``: arrays in a batch that are not examples
   _full_gradient    ``full_gradient``: the mean of gradients over batches, which methods use
 """

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_boost._foundation import _arrays, _batches, _checks, _progress, _tree_checks, _types
+from optax_boost._foundation import _arrays, _checks, _progress, _tree_checks, _types
 
 _METHOD = "full_gradient"
 # The sum of weighted gradients, and the sum of weights.
@@ -281,8 +281,7 @@ def _weight(
         f"`weight_fn` must return a finite number >= 0; it returned {weight:g} for batch {index}."
       )
     return weight
-  leaves = jax.tree.leaves(batch, is_leaf=_batches.is_constants)
-  shapes = [jnp.shape(leaf) for leaf in leaves if not _batches.is_constants(leaf)]
+  shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(batch)]
   lengths = {shape[:1] for shape in shapes}
   if len(lengths) != 1 or () in lengths:
     raise ValueError(

@@ -17,7 +17,8 @@ def path_mask(*patterns: str) -> Callable[[_types.Params], _types.Tree]:
       - ``bias`` selects each leaf of this name, and all leaves below each module of this name, at
         any depth; not ``bias_2``.
       - In one name, ``*`` matches any characters (``*norm*``), ``?`` matches one, ``[0-3]`` one of
-        these, and ``[!0-3]`` any other one.
+        these, and ``[!0-3]`` any other one. A leaf or module with brackets in its name is selected
+        by this name.
       - A pattern with a slash begins at the root: ``blocks/1`` selects ``blocks/1/kernel``, but not
         ``blocks/10/kernel``; ``/bias`` selects ``bias`` at the root alone.
       - ``**`` matches any number of names: ``**/attn/kernel``, ``blocks/**/bias``.

@@ -1,7 +1,6 @@
 """Patterns that select leaves by the names in their paths, as the lines of a .gitignore do."""
 
-from collections.abc import Callable, Iterable, Sequence
-import glob
+from collections.abc import Callable, Sequence
 import re
 from typing import TypeAlias
 
@@ -14,7 +13,7 @@ Match: TypeAlias = Callable[[str], str | None]
 _REGULAR_EXPRESSION = re.compile(r"[\\^$(]|(?:^|\|)\.\*|[.\]]\+")
 # The parts of a name in a pattern: stars, `?`, a set of characters, or any other character.
 _PART = re.compile(r"\*+|\?|\[(!|(?!!))(\][^\]]*|[^\]]+)\]|.", re.DOTALL)
-_ANY_NAMES = "(?:[^/]*/)*?"  # as few as possible
+_ANY_NAMES = "((?:[^/]*/)*?)"  # as few as possible
 
 
 def compile_pattern(argument: str, pattern: str) -> Match:
@@ -23,6 +22,16 @@ def compile_pattern(argument: str, pattern: str) -> Match:
   The returned function takes the path of a leaf, and returns its beginning that the pattern
   matches, with slashes for dots: `blocks/*` matches ``blocks/1`` in ``blocks/1/kernel``. Raises
   TypeError unless `pattern` is a string, and ValueError if it is a regular expression.
+  """
+  match = compile_stars(argument, pattern)
+  return lambda path: None if (found := match(path.replace(".", "/"))) is None else found[0]
+
+
+def compile_stars(argument: str, pattern: str) -> Callable[[str], re.Match[str] | None]:
+  """As :func:`compile_pattern`, for paths without dots; returns a match for each path, or None.
+
+  The groups of a match are the texts that stars match. In a pattern without a slash, a further text
+  comes first: the modules before the name.
   """
   if not isinstance(pattern, str):
     raise TypeError(
@@ -38,17 +47,11 @@ def compile_pattern(argument: str, pattern: str) -> Match:
     )
   try:
     alternatives = "|".join(map(_translate, pattern.split("|")))
-    search = re.compile(rf"(?:{alternatives})(?=/|\Z)").match
+    return re.compile(rf"(?:{alternatives})(?=/|\Z)").match
   except (ValueError, re.error) as error:
     raise ValueError(
       f"`{argument}` has {_checks.shorten(pattern)}, which is not a pattern: {error}."
     ) from error
-
-  def match(path: str) -> str | None:
-    found = search(path.replace(".", "/"))
-    return None if found is None else found[0]
-
-  return match
 
 
 def _translate(pattern: str) -> str:
@@ -73,8 +76,18 @@ def _translate_name(name: str) -> str:
       characters = re.sub(r"([\[\]&~])", r"\\\1", part[2])
       expression += f"(?!/)[{'^' if part[1] else ''}{characters}]"
     else:
-      expression += {"*": "[^/]*", "?": "[^/]"}.get(part[0][0], re.escape(part[0]))
-  return expression
+      expression += {"*": "([^/]*)", "?": "[^/]"}.get(part[0][0], re.escape(part[0]))
+  # A name with brackets matches itself.
+  return f"(?:{re.escape(name)}|{expression})" if "[" in name else expression
+
+
+def exact_pattern(path: str, paths: Sequence[str]) -> str:
+  """Returns a pattern of the one leaf or module at `path`, among leaves at `paths`."""
+  # A question mark stands for a character that patterns can't have.
+  pattern = re.sub(r"[\\^$(|+]", "?", path) or "*"
+  match = compile_pattern("pattern", pattern)
+  is_deeper = not re.search("[/.]", path) and any("/" in (match(each) or "") for each in paths)
+  return f"/{pattern}" if is_deeper else pattern
 
 
 def check_patterns(name: str, value: _types.Unchecked, words: str) -> None:
@@ -112,18 +125,15 @@ def assign_groups(
   advice: str = "Write patterns of which only one matches it.",
   *,
   tree: _types.Tree = None,
-  hint: Callable[[str, Sequence[str]], str] | None = None,
 ) -> list[int | None]:
   """Returns for each path the group of the pattern that matches the path, or None.
 
   Raises ValueError if patterns of two groups match a path; the message ends with `advice`. Warns as
-  :func:`first_match` does; the warning may have the string ``hint(pattern, paths)``.
+  :func:`first_match` does.
   """
   groups: list[int | None] = []
   patterns = [pattern for pattern, _ in group_of_pattern]
-  for path, matches in zip(
-    paths, _matches(argument, patterns, paths, tree, hint=hint), strict=True
-  ):
+  for path, matches in zip(paths, _matches(argument, patterns, paths, tree), strict=True):
     first = matches[0] if matches else None
     groups.append(None if first is None else group_of_pattern[first][1])
     for other in matches:
@@ -142,15 +152,13 @@ def _matches(
   paths: Sequence[str],
   tree: _types.Tree = None,
   *,
-  hint: Callable[[str, Sequence[str]], str] | None = None,
   required: bool = False,
 ) -> list[list[int]]:
   """Returns for each path the indices of all patterns that match the path.
 
   Warns if a pattern matches neither a path nor a leaf that ``optax.masked`` hides in `tree`. If
-  `required`, raises ValueError instead. The message names `argument`, which holds the patterns, and
-  lists the leaves. For each pattern it has the string ``hint(pattern, paths)`` or else a hint on
-  the rules of patterns.
+  `required`, raises ValueError instead. The message names `argument`, which holds the patterns,
+  lists the leaves, and has a hint on the rules of patterns for each pattern.
   """
   compiled = [compile_pattern(argument, pattern) for pattern in patterns]
   matches = [[i for i, match in enumerate(compiled) if match(path) is not None] for path in paths]
@@ -159,9 +167,7 @@ def _matches(
   hidden = _masks.masked_paths(tree) if unmatched else []
   idle = [patterns[i] for i in unmatched if all(compiled[i](path) is None for path in hidden)]
   if idle and paths:
-    hints = "".join(
-      (hint(pattern, paths) if hint else "") or _hint(argument, pattern, paths) for pattern in idle
-    )
+    hints = "".join(_hint(argument, pattern, paths) for pattern in idle)
     leaves = _warnings.list_leaves(paths)
     message = f"`{argument}` has patterns that match no leaf: {idle}.{hints}{leaves}"
     if required:
@@ -188,17 +194,3 @@ def _hint(argument: str, pattern: str, paths: Sequence[str]) -> str:
 def _widen(name: re.Match[str]) -> str:
   without_stars = name[0].strip("*")
   return f"*{without_stars}*" if without_stars else name[0]
-
-
-def escape(path: str) -> str:
-  """Returns a pattern for one module or leaf, which may need :func:`anchor`."""
-  # A question mark stands for each character with a meaning in patterns or in regular expressions.
-  return re.sub(r"[\\^$(|&+]", "?", glob.escape(path)) or "*"
-
-
-def anchor(pattern: str, paths: Iterable[str]) -> str:
-  """Returns the pattern, with a slash before it if without one it matches below the root."""
-  if "/" in pattern or "." in pattern:
-    return pattern
-  match = compile_pattern("pattern", pattern)
-  return f"/{pattern}" if any("/" in (match(path) or "") for path in paths) else pattern

@@ -44,7 +44,8 @@ def refuse_pair(params: _types.Tree, method: str) -> None:
   if isinstance(params, optax.LookaheadParams):
     raise ValueError(
       f"`{method}` needs gradients and params of the same tree structure; got the pair of params of"
-      f" `optax.lookahead`. Put `{method}` inside: `optax.lookahead(optax.chain(...), ...)`."
+      " `optax.lookahead`, around which only `average_params` goes. Put a method that only changes"
+      " updates inside: `optax.lookahead(optax.chain(...), ...)`."
     )
 
 

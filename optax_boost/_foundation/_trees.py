@@ -37,28 +37,17 @@ def map_with(
 flatten_node = jax.tree_util.default_registry.flatten_one_level
 
 
-def _indexed_nodes(tree: _types.Tree) -> list[tuple[tuple[int, ...], Any]]:
-  """Returns all nodes and leaves, children before parents, each with its :func:`child_indices`."""
-  outside_in: list[tuple[tuple[int, ...], Any]] = []
-  pending: list[tuple[tuple[int, ...], Any]] = [((), tree)]
-  # A loop, since a tree map is slower and an optimizer state has thousands of nodes.
-  while pending:
-    indices, node = pending.pop()
-    outside_in.append((indices, node))
-    flat = flatten_node(node)
-    for i, child in enumerate(flat[0] if flat is not None else ()):
-      pending.append(((*indices, i), child))
-  return outside_in[::-1]
-
-
 def nodes(tree: _types.Tree) -> list[Any]:
   """Returns all nodes and leaves of a tree, children before parents."""
-  return [node for _, node in _indexed_nodes(tree)]
-
-
-def child_indices(tree: _types.Tree, node: _types.Tree) -> tuple[int, ...]:
-  """Returns the path from `tree` to one of its nodes, as the index of a child on each level."""
-  return next(indices for indices, found in _indexed_nodes(tree) if found is node)
+  outside_in: list[Any] = []
+  pending = [tree]
+  # A loop, since a tree map is slower and an optimizer state has thousands of nodes.
+  while pending:
+    node = pending.pop()
+    outside_in.append(node)
+    flat = flatten_node(node)
+    pending.extend(flat[0] if flat is not None else ())
+  return outside_in[::-1]
 
 
 def find_states(opt_state: _types.Tree, state_type: type[_State]) -> list[_State]:

@@ -5,7 +5,6 @@ The modules, each of which imports those before it:
   _config             reads a configuration
   _decisions          which methods a level or a configuration turns on, and why
   _mindspore_methods  makes the transformations that MindSpore's settings describe
-  _short_sequences    checks a loss on sequences that are cut short
   _build              ``AutoBoost``, which changes the model and wraps the optimizer
 """
 

@@ -1,20 +1,24 @@
 """``auto_boost`` chooses methods; ``AutoBoost`` applies them to a model, optimizer and batches."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import functools
 import time
 from typing import Any
 
-import jax
 import optax
 
-from optax_boost import _length_prices, _sequences
+from optax_boost import _sequences
 from optax_boost._foundation import _checks, _mesh_axes, _tree_checks, _types, _warnings
-from optax_boost._levels import _config, _decisions, _mindspore_methods, _short_sequences
+from optax_boost._levels import _config, _decisions, _mindspore_methods
 from optax_boost._methods import _centralization, _layer_arguments, _less_bn
 from optax_boost._step import _accumulation, _average_params, _freezing, _wrapper
-from optax_boost._trace import _layer_axes, _layer_groups, _leaf_uses, _losses
+from optax_boost._trace import _layer_axes, _layer_groups
+
+# What messages ask for if layers can't be frozen.
+_GROUPS = (
+  "the layers by name, in the order of the forward pass, as `groups=['stem', 'blocks/*', 'head']`"
+)
 
 
 @dataclasses.dataclass
@@ -28,7 +32,7 @@ class AutoBoost:
       (``"freeze_layers"``) or, with a configuration, by MindSpore's key (``"grad_freeze"``).
     why: for each method, the reason why it is on or off.
     ignored: the configuration's keys without effect, and why.
-    key: the seed of the freezing schedule.
+    seed: the seed of the freezing schedule.
     axes: how :meth:`batch` cuts leaves that aren't cut along axis 1.
     effects: for each method, what the last call of :meth:`model` or :meth:`optimizer` changed, in
       words, and whether it changed anything.
@@ -42,7 +46,7 @@ class AutoBoost:
   on: _config.Blocks
   why: dict[str, str]
   ignored: str = ""
-  key: jax.Array | int = 0
+  seed: int = 0
   axes: Mapping[str, _sequences.LeafAxes] | None = None
   effects: dict[str, tuple[str, bool]] = dataclasses.field(
     default_factory=dict, compare=False, repr=False
@@ -199,8 +203,11 @@ class AutoBoost:
     warmup = self.on.get(_decisions.SEQUENCES)
     if warmup is None:
       return {}
-    schedule = _sequences.sequence_length_warmup(**warmup | {"length_prices": None})
-    prices = _length_prices.length_prices(
+    # Lengths that a short training leaves out are measured, too, since `optimizer` may still change
+    # from when on sequences are full, and with it which lengths these are.
+    all_lengths = warmup | {"length_prices": None, "total_steps": 1000}
+    schedule = _sequences.sequence_length_warmup(**all_lengths)
+    prices = _sequences.length_prices(
       step, batch, schedule, axes=self.axes, rounds=rounds, clock=clock
     )
     warmup["length_prices"] = prices
@@ -219,10 +226,10 @@ class AutoBoost:
       return
     tables, effect = None, "the loss of windows was not tried: the optimizer got no batch"
     if loss is not None and params is not None:
-      if _short_sequences.check_first_windows(loss, params, args, schedule, self.axes):
+      if _sequences.check_first_windows(loss, params, args, schedule, self.axes):
         effect = ""
       if self.level == "O2":
-        tables = _short_sequences.position_tables(loss, params, args, schedule, self.axes)
+        tables = _sequences.position_tables(loss, params, args, schedule, self.axes)
     warmup = self.on[_decisions.SEQUENCES]
     warmup["warmup_fraction"], reason = _decisions.warmup_fraction(self.level, tables)
     self.length_schedule = _sequences.sequence_length_warmup(**warmup)
@@ -234,7 +241,7 @@ class AutoBoost:
     loss_fn: _types.LossFn | None = None,
     params: optax.Params | None = None,
     *args: Any,
-    groups: _layer_groups.Groups | None = None,
+    groups: Sequence[str] | _layer_groups.LayerGroups | None = None,
     layers: _layer_axes.LayerAxes | None = None,
   ) -> optax.GradientTransformationExtraArgs:
     """Returns the optimizer, wrapped in the methods that are on.
@@ -244,19 +251,23 @@ class AutoBoost:
 
     Args:
       tx: the optimizer.
-      loss_fn: the loss ``loss_fn(params, *args)``; a trace of the loss shows the layers, also those
-        of scans. A level for tokens also computes the loss of short sequences. For Flax models,
-        make the loss with ``nnx.split_loss`` or ``linen.split_loss``.
+      loss_fn: the loss ``loss_fn(params, *args)``; a trace of the loss shows the axes of kernels,
+        also of layers in scans. A level for tokens also computes the loss of short sequences. For
+        Flax models, make the loss with ``nnx.split_loss`` or ``linen.split_loss``.
       params: the params.
       *args: the loss's other arguments; for a Flax model, the model state, then a batch.
-      groups: groups from :func:`layer_groups`, or patterns. None: groups from a trace.
+      groups: the layers for freezing: patterns in the order of the forward pass, as for
+        :func:`layer_groups`, such as ``["stem", "blocks/*", "head"]``, which the level divides into
+        as many groups as it has; or groups that :func:`layer_groups` made. None: a level freezes
+        nothing.
       layers: axes from :func:`layer_axes`, for a leaf whose axes the trace doesn't tell. None: axes
         from a trace.
 
     Raises:
-      ValueError: freezing is on without groups or a loss, or with too few layers; `dim_reduce` is
-        on without params or a subspace; `groups` are given to a level for tokens; the loss of short
-        sequences isn't finite, or positions in the batch run past a table of the model.
+      ValueError: a configuration freezes, and there are no `groups`; `groups` has patterns, and
+        there are no params, or too few layers; `dim_reduce` is on without params or a subspace;
+        `groups` are given to a level for tokens; the loss of short sequences isn't finite, or
+        positions in the batch run past a table of the model.
     """
     tx = _checks.check_transformation("tx", tx)
     if params is not None:
@@ -274,19 +285,14 @@ class AutoBoost:
       self._prepare_sequences(self.length_schedule, loss_fn, params, args)
     if "less_bn" in on and "gc_flag" not in on["less_bn"]:  # at a level, without a configuration
       self.effects.setdefault("less_bn", ("`boost.model` was not called", False))
-    # At a level, which freezes convolutions only, unless the user passes `groups`.
     ours = _decisions.FREEZE in on
     freeze = _decisions.FREEZE if ours else "grad_freeze"
     freezing = on.get(freeze, {})
     centralizes = _decisions.CENTRALIZE in on or on.get("less_bn", {}).get("gc_flag", False)
     layers = _layer_arguments.check_layers(layers)
-    even_groups: Callable[[int], _layer_groups.Groups] | None = None
-    needs_layers = centralizes or freezing or "adasum" in on
-    if loss_fn is not None and params is not None and needs_layers:
-      flags, program = _losses.data_flags(loss_fn, args), _losses.trace(loss_fn, params, args)
-      findings = _leaf_uses.follow(program, params, flags)
-      layers = layers or _layer_axes.describe(findings)
-      even_groups = functools.partial(_layer_groups.even_groups, findings, params)
+    needs_layers = layers is None and (centralizes or "adasum" in on)
+    if needs_layers and loss_fn is not None and params is not None:
+      layers = _layer_axes.layer_axes(loss_fn, params, *args)
     # Each method wraps the methods above it. A new method is added here and in `_decisions`.
     if centralizes:
       centralize = _centralization.centralize(layers=layers)
@@ -296,28 +302,19 @@ class AutoBoost:
     if "adasum" in on:
       adasum = functools.partial(_mindspore_methods.with_adasum, layers=layers, **on["adasum"])
       tx = _wrapper.replace_inner(tx, adasum)
-    if freezing and groups is None:
-      if even_groups is None or layers is None:
-        raise ValueError(
-          f"`boost.optimizer` must be given the loss, the params and the loss's arguments, or"
-          f" `groups`, since `{freeze}` is on; got neither."
-        )
-      if not ours or _convolves(layers):
-        groups = even_groups(freezing["param_groups"])
-    if freezing:
-      effect = "no layers frozen, for most kernels are not of convolutions"
-      if groups is not None:
-        effect = (
-          f"layers in {_layer_groups.count_groups(groups)} groups, the last of which never freezes"
-        )
-        if ours:
-          begin = round(freezing["first"] * freezing["total_steps"])
-          effect += f"; the first is frozen from step {begin} on"
-      self.effects[freeze] = effect, groups is not None
     if freezing and groups is not None:
-      tx = _freezing.freeze_layers(
-        tx, groups, _mindspore_methods.schedule(**freezing), key=self.key
-      )
+      groups = _as_groups(groups, params, freezing["param_groups"])
+      schedule = _mindspore_methods.schedule(**freezing, seed=self.seed)
+      tx = _freezing.freeze_layers(tx, groups, schedule)
+      effect = f"layers in {len(groups)} groups, the last of which never freezes"
+      if ours:
+        begin = round(freezing["first"] * freezing["total_steps"])
+        effect += f"; the first is frozen from step {begin} on"
+      self.effects[freeze] = effect, True
+    elif ours:
+      self.effects[freeze] = f"no layers frozen: pass {_GROUPS}", False
+    elif freezing:
+      raise ValueError(f"`boost.optimizer` must be given {_GROUPS}, since `{freeze}` is on.")
     if accumulation := on.get("grad_accumulation"):
       tx = _accumulation.accumulate(tx, accumulation["grad_accumulation_step"])
     if average := on.get(_decisions.AVERAGE):
@@ -336,10 +333,18 @@ def _centralized(layers: _layer_axes.LayerAxes | None) -> tuple[str, bool]:
   return f"the gradients of {kernels} of {len(layers.axes)} leaves are centralized", kernels > 0
 
 
-def _convolves(layers: _layer_axes.LayerAxes) -> bool:
-  """Returns whether most kernels belong to convolutions."""
-  kernels = [axes for axes in layers.axes if axes is not None and axes.fan_in]
-  return 2 * sum(bool(axes.window) for axes in kernels) > len(kernels)
+def _as_groups(
+  groups: Sequence[str] | _layer_groups.LayerGroups, params: optax.Params | None, num_groups: int
+) -> _layer_groups.LayerGroups:
+  """Returns the argument `groups` of :meth:`AutoBoost.optimizer` as groups."""
+  if isinstance(groups, _layer_groups.LayerGroups):
+    return groups
+  if params is None:
+    raise ValueError(
+      "`boost.optimizer` must be given `params`, too, if `groups` has names of layers; or pass"
+      " `groups=optax_boost.layer_groups(params, names, num_groups=...)`."
+    )
+  return _layer_groups.layer_groups(params, groups, num_groups=num_groups)
 
 
 def auto_boost(
@@ -352,7 +357,7 @@ def auto_boost(
   axis_name: _types.AxisName | None = None,
   local_axis_name: _types.AxisName | None = None,
   config: _config.Config = None,
-  key: jax.Array | int = 0,
+  seed: int = 0,
 ) -> AutoBoost:
   """Chooses and sets up several methods at once, by a level or by MindSpore's configuration.
 
@@ -362,8 +367,9 @@ def auto_boost(
     level: ``"O0"`` turns nothing on. For images, ``"O1"`` removes some BatchNorms, centralizes
       gradients, averages the params over the last quarter of the training for evaluation
       (:func:`averaged_params`), and freezes the first half of the layers in the last 30 % of the
-      training if `groups` are given or most kernels are convolutions. ``"O2"`` freezes in the last
-      45 %, and also sums gradients adaptively over `axis_name`. For tokens (`sequence_length`),
+      training if :meth:`AutoBoost.optimizer` gets `groups`, which pays off for convolutions.
+      ``"O2"`` freezes in the last 45 %, and also sums gradients adaptively over `axis_name`. For
+      tokens (`sequence_length`),
       ``"O1"`` begins with short sequences, which are full after half of the steps
       (:meth:`AutoBoost.batch`). ``"O2"`` also sums gradients adaptively, and sequences are full
       after three quarters if :meth:`AutoBoost.optimizer` gets a loss without a table of learned
@@ -382,7 +388,7 @@ def auto_boost(
       runs alone, and replaces your optimizer; `grad_freeze` turns off `adasum` and
       `grad_accumulation`; `adasum` acts on updates. One :class:`NoEffectWarning` names the keys
       without effect here. None: a level of `optax_boost`.
-    key: the seed of the freezing schedule, or a key.
+    seed: the seed of the freezing schedule.
 
   Returns:
     An :class:`AutoBoost`, used as below; ``print(boost.explain())`` shows what is on.
@@ -398,7 +404,7 @@ def auto_boost(
     >>> def loss_fn(params, x):
     ...   return jnp.mean((jnp.tanh(x @ params["body"]) @ params["head"] - 1) ** 2)
     >>> boost = optax_boost.auto_boost("O1", total_steps=10)
-    >>> tx = boost.optimizer(optax.sgd(0.1), loss_fn, params, jnp.eye(3))
+    >>> tx = boost.optimizer(optax.sgd(0.1), loss_fn, params, jnp.eye(3), groups=["body", "head"])
     >>> step = optax_boost.make_train_step(loss_fn, tx)
     >>> list(boost.on)
     ['less_bn', 'centralize', 'freeze_layers', 'average_params']
@@ -425,7 +431,7 @@ def auto_boost(
       raise ValueError(
         f"`{argument}` must be None without `sequence_length`; got {_checks.shorten(value)}."
       )
-  _checks.as_key("key", key)
+  _checks.check_whole_number("seed", seed, minimum=0, static=True)
   if config is None:
     title = f"level {level} for images; for tokens pass `sequence_length`"
     if level == "O0":
@@ -435,7 +441,7 @@ def auto_boost(
     decision = _decisions.decide_level(level, total_steps, sequence_length, mesh_axes)
     if prices is not None and _decisions.SEQUENCES in decision[0]:
       decision[0][_decisions.SEQUENCES]["length_prices"] = prices
-    return AutoBoost(title, level, *decision, key=key, axes=axes)
+    return AutoBoost(title, level, *decision, seed=seed, axes=axes)
   values = _config.read_config(config)
   if sequence_length is not None:
     raise ValueError(
@@ -448,4 +454,4 @@ def auto_boost(
     _warnings.warn(message, _warnings.NoEffectWarning)
   mode = values.get("boost", {}).get("mode", "auto")
   title = f"MindSpore's configuration, level {level}, mode {mode}"
-  return AutoBoost(title, level, on, why, ignored, key)
+  return AutoBoost(title, level, on, why, ignored, seed)

@@ -9,8 +9,8 @@ from optax_boost._levels import _config
 METHODS = tuple(_config.SCHEMA["boost"])[1:]
 # MindSpore's levels turn on less_bn and grad_freeze at O1, and adasum, too, at O2.
 LEVELS = {"O0": METHODS[:0], "O1": METHODS[1:3], "O2": METHODS[1:4]}
-# Our levels freeze convolutions from this share of the training on, since freezing costs least
-# accuracy when the learning rate is low. MindSpore freezes throughout the training, mostly few
+# Our levels freeze from this share of the training on, since freezing costs least accuracy when the
+# learning rate is low. MindSpore freezes throughout the training, mostly few
 # layers, which saves little time and costs accuracy. Levels for tokens freeze nothing, since that
 # costs a transformer more than it saves. `fn_flag` is off, since a normalized head saves no time
 # and learns slowly.
@@ -47,7 +47,7 @@ def decide_level(
   if sequence_length is None:
     on = _for_images(level, total_steps)
     why = dict.fromkeys(on, f"in level {level}")
-    why[FREEZE] += ", where most kernels convolve"
+    why[FREEZE] += ", if it gets `groups`"
   else:
     on = _for_tokens(total_steps, sequence_length)
     why = dict.fromkeys(on, f"in level {level}")

@@ -12,7 +12,9 @@ from optax_boost._methods import _adasum, _dim_reduce
 from optax_boost._step import _freezing
 
 
-def schedule(param_groups: int, freeze_type: int = 1, freeze_p: float = 1.0, **ours: Any) -> Any:
+def schedule(
+  param_groups: int, freeze_type: int = 1, freeze_p: float = 1.0, seed: int = 0, **ours: Any
+) -> Any:
   """Makes the freezing schedule of our levels or of MindSpore.
 
   `ours` are the other arguments of :func:`progressive_freezing`, which our levels use. Without them
@@ -21,8 +23,9 @@ def schedule(param_groups: int, freeze_type: int = 1, freeze_p: float = 1.0, **o
   depths = {"max_depths": max(param_groups, 2)}  # MindSpore has a depth for each group
   if ours:
     return _freezing.progressive_freezing(param_groups, **ours, **depths, anneal=False)
-  make = _freezing.interval_freezing if freeze_type else _freezing.continuous_freezing
-  return make(param_groups, 1 - freeze_p, **depths)
+  if freeze_type:
+    return _freezing.interval_freezing(param_groups, 1 - freeze_p, **depths, seed=seed)
+  return _freezing.continuous_freezing(param_groups, 1 - freeze_p, **depths)
 
 
 def with_adasum(

@@ -15,7 +15,7 @@ def find_average(opt_state: optax.OptState, params: optax.Params) -> _ReadAverag
 
   Returns None if `opt_state` holds no average. All arrays may have a leading axis of seeds.
   """
-  if _trees.find_states(opt_state, _average_params.AverageParamsState):
+  if _average_params.averaging_state(opt_state) is not None:
     return _average_params.averaged_params
   # For a schedule-free method, optax computes the params to evaluate from the trained params and
   # `z` in the state. Inside of `optax.masked`, `z` lacks leaves, and optax then can't compute them.
@@ -29,7 +29,8 @@ def averaged_statistics(
   opt_state: optax.OptState, model_state: _types.ModelState
 ) -> _types.ModelState:
   """Returns the averaged statistics, or `model_state` if the optimizer averages no statistics."""
-  if _average_params.averaging_statistics(opt_state):
+  averages = _average_params.averaging_state(opt_state)
+  if averages is not None and averages.statistics:
     return _average_params.averaged_model_state(opt_state, model_state)
   return model_state
 

@@ -103,11 +103,11 @@ def accumulate(
   if not callable(every):
     _checks.check_whole_number("every", every)
   _checks.check_name("not_finite", not_finite, ("drop", "keep"), optional=True)
-  return _wrapper.fill(inner, axis_name, accumulation=_Accumulate(every, not_finite))
+  return _wrapper.fill(inner, axis_name, accumulation=Accumulate(every, not_finite))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Accumulate:
+class Accumulate:
   """The slot of :func:`accumulate`."""
 
   every: _Every
@@ -194,16 +194,15 @@ class _Accumulate:
     grads: optax.Updates,
     extra_args: _types.ExtraArgs,
     params: optax.Params | None,
-    exact: bool,
   ) -> tuple[optax.Updates, _types.ExtraArgs]:
     """Returns the mean gradient of a window, and the extra arguments of the optimizer.
 
-    The mean has the wider dtype of its gradient and its param, and the accumulator's if `exact`.
+    The mean has the wider dtype of its gradient and its param.
     """
 
     def mean(total: jax.Array, g: jax.Array, p: jax.Array) -> jax.Array:
       quotient = _arrays.divide(total, window.divisor)
-      return quotient if exact else quotient.astype(jnp.promote_types(g.dtype, p.dtype))
+      return quotient.astype(jnp.promote_types(g.dtype, p.dtype))
 
     like = grads if params is None else params
     means = jax.tree.map(mean, window.state.accumulator, grads, like)

@@ -4,7 +4,7 @@ from typing import Any
 
 import optax
 
-from optax_boost._form import _exact_params, _form, _state_check
+from optax_boost._form import _form, _protocol, _state_check
 from optax_boost._foundation import _arrays, _checks, _extra_args, _tree_checks, _types
 from optax_boost._step import _nesting, _run
 
@@ -62,7 +62,7 @@ def apply_gradients(
   tx = _checks.check_transformation("tx", tx)
   _tree_checks.check_same_tree(grads, _tree_checks.differentiated_params(params), "apply_gradients")
   _state_check.check(tx, opt_state, params)
-  _nesting.check(opt_state, params)
+  _nesting.check(opt_state, tx)
   grads, params = _arrays.as_jax((grads, params))
   return step_in_place(tx, grads, opt_state, params, _extra_args.as_jax_gradients(extra_args))
 
@@ -83,4 +83,4 @@ def step_in_place(
     tx.update.check(grads, opt_state, params)  # type: ignore[attr-defined]
     return _run.run(form.step, grads, opt_state, params, extra_args, in_place=True)
   updates, opt_state = tx.update(grads, opt_state, params, **extra_args)
-  return _exact_params.apply_updates(params, updates, opt_state), opt_state
+  return _protocol.apply_updates(params, updates, opt_state), opt_state

@@ -30,7 +30,7 @@ from optax_boost._foundation import (
   _types,
   _warnings,
 )
-from optax_boost._step import _nesting, _wrapper
+from optax_boost._step import _nesting, _state, _wrapper
 
 _METHOD = "average_params"
 _Decay: TypeAlias = jax.typing.ArrayLike | Callable[[jax.Array], jax.typing.ArrayLike]
@@ -71,14 +71,11 @@ class AverageParamsState(NamedTuple):
     average: tree of the params' structure, their average in at least float32.
     statistics: dict from the path of each averaged statistic to its average in at least float32.
     snapshot_count: scalar int32, the number of snapshots taken.
-    formula: a dict whose only key tells the formula: ``"start=0"``, ``"decay"`` or ``"decay(k)"``.
-      The value is False: NNX and Orbax keep only the keys of arrays.
   """
 
   average: optax.Params
   statistics: dict[str, jax.Array]
   snapshot_count: _types.IntScalar
-  formula: dict[str, jax.Array]
 
 
 def average_params(
@@ -165,7 +162,7 @@ def average_params(
       "`average_params` averages no statistics: `model_state` has no floating-point leaf.",
       _warnings.NoEffectWarning,
     )
-  return _wrapper.fill(inner, averaging=_AverageParams(start, decay, every, statistics))
+  return _wrapper.fill(inner, averaging=AverageParams(start, decay, every, statistics))
 
 
 def _float32_copy(x: jax.typing.ArrayLike | jax.ShapeDtypeStruct) -> Any:
@@ -211,7 +208,7 @@ def _check_statistics(
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _AverageParams:
+class AverageParams:
   """The slot of :func:`average_params`."""
 
   start: jax.typing.ArrayLike | None
@@ -232,15 +229,7 @@ class _AverageParams:
       average=jax.tree.map(copy, params),
       statistics=jax.tree.map(copy, self.statistics),
       snapshot_count=jnp.zeros([], jnp.int32),
-      formula={self.formula: jnp.zeros([], bool)},
     )
-
-  @property
-  def formula(self) -> str:
-    """Returns the name of the formula of the average, with `start` unless it is an array."""
-    if self.decay is None:
-      return f"start={self.start}" if _checks.is_integer(self.start) else "start"
-    return "decay(k)" if callable(self.decay) else "decay"
 
   def new_statistics(self, extra_args: _types.ExtraArgs) -> dict[str, jax.Array]:
     """Returns, by path, the statistics after the forward pass; none if none are averaged."""
@@ -283,7 +272,7 @@ class _AverageParams:
         statistics,
         *operands,
       )
-    return AverageParamsState(*averages, snapshot_count, state.formula)
+    return AverageParamsState(*averages, snapshot_count)
 
   def _is_due(self, count: _types.IntScalar, made: _types.Condition) -> _types.BoolScalar:
     """Returns whether a call takes a snapshot.
@@ -342,8 +331,7 @@ def averaged_params(
   """Reads the averages that :func:`average_params` keeps, as params to evaluate the model with.
 
   Args:
-    opt_state: the state of any optimizer with :func:`average_params` in it: inside a chain, around
-      or inside other wrappers, or for a part of the leaves.
+    opt_state: the state of an optimizer with :func:`average_params` around it.
     params: the current params. The result has the dtypes of `params`, and the values of `params` in
       leaves that are not averaged (``optax.masked``, ``optax.partition``), or in all leaves before
       the first snapshot.
@@ -370,30 +358,17 @@ def averaged_params(
   """
   _checks.check_floating_dtype("dtype", dtype, optional=True)
   _nesting.check(opt_state)
-  states = averaging_states(opt_state)
-  if not states:
+  state = averaging_state(opt_state)
+  if state is None:
     raise ValueError(
-      "`averaged_params` needs the state of an optimizer with `optax_boost.average_params` in it;"
-      f" got {_checks.shorten(jax.tree.structure(opt_state), 200)}."
+      "`averaged_params` needs the state of an optimizer with `optax_boost.average_params` around"
+      f" it; got {_checks.shorten(jax.tree.structure(opt_state), 200)}."
     )
   if dtype is not None:
     # `params` is cast, since it supplies the leaves that are not averaged.
     floating = lambda p: jnp.issubdtype(jnp.result_type(p), jnp.floating)  # noqa: E731
     params = jax.tree.map(lambda p: jnp.asarray(p, dtype) if floating(p) else p, params)
-  leaves, structure = jax.tree.flatten(params)
-  averaged: list[jax.Array | None] = [None] * len(leaves)
-  for state in states:
-    for i, average in enumerate(_averages(state, params)):
-      if average is not None and averaged[i] is not None:
-        path = _paths.leaf_name(_paths.leaf_paths(params)[i])
-        raise ValueError(
-          f"`averaged_params` found two averages of the leaf '{path}'. Pass the part of the state"
-          " with the one that you mean."
-        )
-      averaged[i] = averaged[i] if average is None else average
-  return jax.tree.unflatten(
-    structure, [p if a is None else a for a, p in zip(averaged, leaves, strict=True)]
-  )
+  return _trees.map_with(lambda p, a: p if a is None else a, params, _averages(state, params))
 
 
 def averaged_model_state(
@@ -426,14 +401,13 @@ def averaged_model_state(
     1.5
   """
   function = "averaged_model_state"
-  states = averaging_statistics(opt_state)
-  if len(states) != 1:
+  state = averaging_state(opt_state)
+  if state is None or not state.statistics:
     raise ValueError(
-      f"`{function}` needs the state of an optimizer with one `optax_boost.average_params(...,"
-      f" model_state=model_state)` in it; got {len(states)} of these in"
+      f"`{function}` needs the state of an optimizer with `optax_boost.average_params(...,"
+      " model_state=model_state)` around it; got"
       f" {_checks.shorten(jax.tree.structure(opt_state), 200)}."
     )
-  (state,) = states
   taken = _snapshots_taken(state, function, "opt_state, model_state")
   averages = dict(zip(sorted(state.statistics), jax.tree.leaves(state.statistics), strict=True))
   _check_statistics(averages, model_state, function)
@@ -446,15 +420,9 @@ def averaged_model_state(
   return _trees.map_with(read, model_state, _statistic_paths(model_state))
 
 
-def averaging_states(opt_state: optax.OptState) -> list[AverageParamsState]:
-  """Returns the states that hold averages of params."""
-  nodes = _trees.nodes(opt_state)
-  return [x for x in nodes if isinstance(x, AverageParamsState)]
-
-
-def averaging_statistics(opt_state: optax.OptState) -> list[AverageParamsState]:
-  """Returns the states that hold averages of statistics."""
-  return [state for state in averaging_states(opt_state) if state.statistics]
+def averaging_state(opt_state: optax.OptState) -> AverageParamsState | None:
+  """Returns the state of :func:`average_params` in the state of an optimizer, or None."""
+  return opt_state.averaging if isinstance(opt_state, _state.StepState) else None
 
 
 def _snapshots_taken(state: AverageParamsState, function: str, arguments: str) -> _types.IntScalar:

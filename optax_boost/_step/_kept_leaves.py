@@ -89,9 +89,9 @@ def kept_by(
 
   `inner_state` is the state of the step's optimizer, or None before it is made.
   """
-  never_trained = step.freezing.always_frozen if step.freezing else 0
-  if not never_trained:
+  if step.freezing is None or not step.freezing.always_frozen:
     return KeptLeaves()
+  never_trained = step.freezing.always_frozen
   numbers = jax.tree.leaves(step.freezing.number_leaves(tree))
   parts = [_part(number, never_trained) for number in numbers]
   if any(type(part) is tuple for part in parts):

@@ -41,9 +41,7 @@ def layerwise_decay(
     An :class:`optax.GradientTransformationExtraArgs`. Updates, maybe complex, keep their dtype.
 
   Raises:
-    ValueError: `inner` holds :func:`average_params`, :func:`master_weights` or
-      :func:`stochastic_rounding` inside a wrapper of optax, or chooses the new params itself, as
-      :func:`sgperm` and :func:`laperm` do.
+    ValueError: `inner` chooses the new params itself, as :func:`sgperm` and :func:`laperm` do.
 
   Examples:
     >>> import jax.numpy as jnp, optax, optax_boost
@@ -59,12 +57,12 @@ def layerwise_decay(
   """
   _checks.check_number("decay", decay, above=0.0, maximum=1.0)
   number_leaves = _layer_groups.numbering(groups, _METHOD)
-  slot = _LayerwiseDecay(number_leaves, _layer_groups.count_groups(groups), decay)
+  slot = LayerwiseDecay(number_leaves, _layer_groups.count_groups(groups), decay)
   return _wrapper.fill(inner, layer_rates=slot)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _LayerwiseDecay:
+class LayerwiseDecay:
   """The slot of :func:`layerwise_decay`."""
 
   number_leaves: Callable[[_types.Tree], _types.Tree]

@@ -19,19 +19,28 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_boost._form import _exact_params, _finiteness, _protocol, _skipped_steps
+from optax_boost._form import _finiteness, _protocol, _skipped_steps
 from optax_boost._foundation import (
   _arrays,
   _conditionals,
   _extra_args,
   _mesh_axes,
-  _trees,
   _types,
 )
 from optax_boost._step import _kept_leaves, _nesting, _slots, _state
 
-# The params; with masters or rounding, the pair of the params and the masters (or None).
-_Stored = Any
+
+class _Weights(NamedTuple):
+  """The params, and their float32 masters if the step keeps masters."""
+
+  params: optax.Params | None
+  masters: optax.Params | None = None
+
+
+class _Updates(NamedTuple):
+  """The updates of the kept leaves, which the caller of ``tx.update`` applies."""
+
+  updates: optax.Updates
 
 
 def init(step: _slots.Step, params: optax.Params) -> _state.StepState:
@@ -42,7 +51,7 @@ def init(step: _slots.Step, params: optax.Params) -> _state.StepState:
   if step.scaling or step.precision:
     wide = _arrays.copy_arrays(kept_params, _arrays.accumulator_dtype)
   inner_state = step.inner.init(wide)
-  _nesting.check_below(step, inner_state, params)
+  _nesting.check_below(step, inner_state)
   # Each field has an array of its own, since a call can't donate one array twice.
   fields: dict[str, Any] = {"count": jnp.zeros([], jnp.int32), "made": jnp.zeros([], bool)}
   if step.leaves_out:
@@ -58,7 +67,7 @@ def init(step: _slots.Step, params: optax.Params) -> _state.StepState:
   if step.layer_rates:
     step.layer_rates.number_leaves(params)  # checks that the groups are of these params
   if step.spikes:
-    fields["spikes"] = step.spikes.init()
+    fields["spikes"] = step.spikes.init(step.freezing.num_groups if step.freezing else 1)
   if step.freezing:
     fields["freezing"] = step.freezing.init(step.inner, inner_state, params, kept)
   return _state.StepState(inner_state, **fields)
@@ -79,7 +88,7 @@ def run(
   window = _add(step, state, batch, verdict.is_good)
   passes = _check_result(step, state, batch, window, in_place)
   is_due = _conditionals.both(window.is_due, passes)
-  made, stored, inner_state = _make_if(step, state, batch, window, is_due, in_place)
+  made, moved, inner_state = _make_if(step, state, batch, window, is_due, in_place)
   count = _arrays.increment_if(made, state.count)
   is_finite = jnp.asarray(_conditionals.both(verdict.all_finite, passes))
   fields: dict[str, Any] = {"made": made, "count": count}
@@ -91,20 +100,20 @@ def run(
     fields["accumulation"] = step.accumulation.close(window, made, empty)
   if step.scaling:
     fields["scaling"] = step.scaling.next(state.scaling, verdict.all_finite)
-  if step.precision:
-    fields["precision"] = step.precision.next(state.precision, stored[1])
+  if step.precision and isinstance(moved, _Weights):
+    fields["precision"] = step.precision.next(state.precision, moved.masters)
   if step.averaging:
     is_bad = ~is_finite | verdict.is_spike
     statistics = _good_statistics(batch, is_bad, state.inner_state, inner_state)
-    new_params = _new_params(step, batch, stored, in_place)
+    new_params = _new_params(step, batch, moved)
     fields["averaging"] = step.averaging.averaged(
       state.averaging, count, made, statistics, *new_params
     )
   if step.spikes:
     fields["spikes"] = verdict.spikes
   if step.freezing:
-    fields["freezing"] = batch.frozen.next(state, inner_state, count, made)
-  result = _result(step, batch, stored, in_place)
+    fields["freezing"] = batch.frozen.next(inner_state, made)
+  result = _result(step, batch, moved, in_place)
   return result, state._replace(inner_state=inner_state, **fields)
 
 
@@ -115,12 +124,12 @@ class _Batch(NamedTuple):
     all_grads: the gradients of all leaves.
     params: the params, or None.
     kept: takes the leaves that some step trains from a tree like the params, and puts them back.
-    grads: the gradients of the kept leaves.
+    grads: the gradients of the kept leaves, with zeros for frozen layers.
     extra_args: the extra arguments for the kept leaves, without the step's own.
     frozen: the functions of a step with frozen layers, or None.
-    weight: the weight of the micro-batch in its window, or None.
-    addend: a tree that the micro-batch adds to its window, or None.
+    weight: the weight of the micro-batch in its window.
     statistics: the mutable statistics after the forward pass, if they are averaged, by path.
+    addend: a tree that the micro-batch adds to its window, or None.
   """
 
   all_grads: optax.Updates
@@ -129,9 +138,9 @@ class _Batch(NamedTuple):
   grads: optax.Updates
   extra_args: _types.ExtraArgs
   frozen: Any
-  weight: _types.FloatScalar | None = None
+  weight: _types.FloatScalar
+  statistics: dict[str, jax.Array]
   addend: optax.Updates | None = None
-  statistics: dict[str, jax.Array] | None = None
 
 
 def _take(
@@ -144,11 +153,20 @@ def _take(
   """Takes the step's own extra arguments, and leaves out the leaves that no step trains."""
   extra_args = dict(extra_args)
   kept = _kept_leaves.kept_by(step, grads, state.inner_state)
-  frozen = step.freezing and step.freezing.at(step.inner, state, grads, kept)
-  statistics = step.averaging and step.averaging.new_statistics(extra_args)
-  weight = step.accumulation and step.accumulation.take_weight(extra_args)
-  arguments = kept.take(grads), kept.take_arguments(extra_args, params)
-  batch = _Batch(grads, params, kept, *arguments, frozen, weight, None, statistics)
+  depth = extra_args.pop("frozen_groups", None)
+  frozen, weight, statistics = None, jnp.ones([]), {}
+  if step.freezing:
+    frozen = step.freezing.at(step.inner, state, grads, kept, depth)
+  if step.averaging:
+    statistics = step.averaging.new_statistics(extra_args)
+  if step.accumulation:
+    weight = step.accumulation.take_weight(extra_args)
+  used = kept.take(grads)
+  if frozen:
+    # The verdict and the window are of the layers that this step trains.
+    used = frozen.zero(used)
+  extra_args = kept.take_arguments(extra_args, params)
+  batch = _Batch(grads, params, kept, used, extra_args, frozen, weight, statistics)
   if not step.accumulation:
     return batch
   unscaled, _ = _unscaled(step, state, batch)
@@ -202,7 +220,8 @@ def _judge(step: _slots.Step, state: _state.StepState, batch: _Batch) -> _Verdic
   if step.axis_name is not None:
     _mesh_axes.require_axis("axis_name", step.axis_name, step.spikes.method)
     squares = jax.lax.pmean(squares, step.axis_name)
-  is_spike, norm_is_finite, spikes = step.spikes.judge(state.spikes, squares)
+  depth = batch.frozen.depth if batch.frozen else 0
+  is_spike, norm_is_finite, spikes = step.spikes.judge(state.spikes, squares, depth)
   is_good = _conditionals.both(is_finite, norm_is_finite & ~is_spike)
   return _Verdict(is_finite & norm_is_finite, is_spike, is_good, spikes)
 
@@ -226,8 +245,9 @@ def _add(
   if not step.accumulation:
     return _state.Window(is_good)
   value = batch.extra_args.get("value")
-  addends = batch.weight, batch.addend, value
-  return step.accumulation.add(state.accumulation, *addends, is_good, step.axis_name)
+  return step.accumulation.add(
+    state.accumulation, batch.weight, batch.addend, value, is_good, step.axis_name
+  )
 
 
 def _arguments(
@@ -236,13 +256,11 @@ def _arguments(
   """Returns what the optimizer gets: the mean of the window, with zeros for frozen layers."""
   arguments = _unscaled(step, state, batch)
   if step.accumulation:
-    below = _trees.find_states(state.inner_state, _state.StepState)
-    exact = any(inner.precision is not None for inner in below)
-    kept_params = batch.kept.take(batch.params)
-    arguments = step.accumulation.mean(window, *arguments, kept_params, exact)
+    arguments = step.accumulation.mean(window, *arguments, batch.kept.take(batch.params))
     if _protocol.takes(state.inner_state, "weight"):
-      arguments[1]["weight"] = window.weight_sum  # an `accumulate` in a part of the params
+      arguments[1]["weight"] = window.weight_sum  # an `accumulate` further inside
   if batch.frozen:
+    # The zeros are written again here, inside of the loop: it would read an array of zeros else.
     arguments = _extra_args.map_gradients(batch.frozen.zero, *arguments)
   return arguments
 
@@ -272,37 +290,44 @@ def _make(
   state: _state.StepState,
   batch: _Batch,
   window: _state.Window,
-  stored: _Stored,
+  weights: _Weights,
   inner_state: optax.OptState,
-  *,
-  applies: bool,
-) -> tuple[_Stored, optax.OptState]:
-  """Makes the optimizer's step; returns the new stored params if it `applies`, else the updates."""
-  params = _read(step, batch, stored)
+) -> tuple[_Updates, optax.OptState]:
+  """Makes the optimizer's step; returns its updates."""
+  params = _read(step, batch, weights)
   updates, inner_state = _update(step, state, batch, window, params, inner_state)
-  if not applies:
-    return updates, inner_state
-  new = _exact_params.apply_updates(params, updates, inner_state)
+  return _Updates(updates), inner_state
+
+
+def _make_and_apply(
+  step: _slots.Step,
+  state: _state.StepState,
+  batch: _Batch,
+  window: _state.Window,
+  weights: _Weights,
+  inner_state: optax.OptState,
+) -> tuple[_Weights, optax.OptState]:
+  """Makes the optimizer's step; returns the new params and masters."""
+  params = _read(step, batch, weights)
+  updates, inner_state = _update(step, state, batch, window, params, inner_state)
+  new = _protocol.apply_updates(params, updates, inner_state)
   if not step.precision:
-    return batch.kept.put(stored, new), inner_state
-  kept = batch.kept.take(stored[0]), stored[1]
+    return _Weights(batch.kept.put(weights.params, new)), inner_state
+  kept = batch.kept.take(weights.params), weights.masters
   rounded, masters = step.precision.write(state.precision, kept, new, params, state.count)
-  return (batch.kept.put(stored[0], rounded), masters), inner_state
+  return _Weights(batch.kept.put(weights.params, rounded), masters), inner_state
 
 
-def _read(step: _slots.Step, batch: _Batch, stored: _Stored) -> optax.Params | None:
+def _read(step: _slots.Step, batch: _Batch, weights: _Weights) -> optax.Params | None:
   """Returns the params that the optimizer sees: masters, params in float32, or the params."""
-  if not step.precision:
-    return batch.kept.take(stored)
-  params, masters = stored
-  return step.precision.read(batch.kept.take(params), masters)
+  params = batch.kept.take(weights.params)
+  return step.precision.read(params, weights.masters) if step.precision else params
 
 
-def _stored(step: _slots.Step, state: _state.StepState, batch: _Batch) -> _Stored:
-  """Returns the params, and beside them the masters if the step rounds the params."""
-  if not step.precision:
-    return batch.params
-  return batch.params, step.precision.masters(state.precision)
+def _weights(step: _slots.Step, state: _state.StepState, batch: _Batch) -> _Weights:
+  """Returns the params, and the masters if the state has masters."""
+  masters = step.precision.masters(state.precision) if step.precision else None
+  return _Weights(batch.params, masters)
 
 
 def _check_result(
@@ -317,7 +342,7 @@ def _check_result(
     return True
 
   def check(_: jax.Array) -> tuple[jax.Array]:
-    old = _read(step, batch, _stored(step, state, batch))
+    old = _read(step, batch, _weights(step, state, batch))
     updates, inner_state = _update(step, state, batch, window, old, state.inner_state)
     # The check sees the new state in the dtypes in which it is kept, since a number that is finite
     # in float32 may be infinite in float16.
@@ -340,23 +365,30 @@ def _make_if(
   window: _state.Window,
   is_due: _types.Condition,
   in_place: bool,
-) -> tuple[_types.BoolScalar, _Stored, optax.OptState]:
-  """Makes the optimizer's step if it is due; returns whether it was made, and as :func:`_make`."""
-  applies = in_place or step.precision is not None
-  make = functools.partial(_make, step, state, batch, window, applies=applies)
-  stored = _stored(step, state, batch)
+) -> tuple[_types.BoolScalar, _Weights | _Updates, optax.OptState]:
+  """Makes the optimizer's step if it is due; returns whether it was made, and its result.
+
+  The result are new params and masters if the step is made in place, or if it rounds params.
+  """
+  arguments = step, state, batch, window
+  weights = _weights(step, state, batch)
   made: _types.Condition = is_due
-  if is_due is True:
-    result, inner_state = make(stored, state.inner_state)
-  elif applies:
-    made, result, inner_state = _compute_if(in_place, is_due, make, stored, state.inner_state)
+  moved: _Weights | _Updates
+  if in_place or step.precision:
+    make = functools.partial(_make_and_apply, *arguments)
+    if is_due is True:
+      moved, inner_state = make(weights, state.inner_state)
+    else:
+      made, moved, inner_state = _compute_if(in_place, is_due, make, weights, state.inner_state)
+  elif is_due is True:
+    moved, inner_state = _make(*arguments, weights, state.inner_state)
   else:
-    make_state = functools.partial(make, stored)
-    result, inner_state = _conditionals.update_if(is_due, make_state, state.inner_state)
+    make_state = functools.partial(_make, *arguments, weights)
+    moved, inner_state = _conditionals.update_if(is_due, make_state, state.inner_state)
   # A wrapper of optax inside, such as `optax.MultiSteps`, may not have made its step.
   inner_made = _skipped_steps.made_step(state.inner_state, inner_state)
   made = _conditionals.both(made, inner_made if isinstance(inner_made, jax.Array) else True)
-  return jnp.asarray(made), result, inner_state
+  return jnp.asarray(made), moved, inner_state
 
 
 def _good_statistics(
@@ -371,28 +403,30 @@ def _good_statistics(
   return _conditionals.nan_if(is_bad, batch.statistics)
 
 
-def _result(step: _slots.Step, batch: _Batch, stored: _Stored, in_place: bool) -> Any:
+def _result(
+  step: _slots.Step, batch: _Batch, moved: _Weights | _Updates, in_place: bool
+) -> optax.Params | optax.Updates:
   """Returns the new params if the step is made in place, else the updates."""
-  if step.precision:
-    params, _ = stored
-    return params if in_place else step.precision.difference(params, batch.params)
-  return stored if in_place else batch.kept.fill(batch.all_grads, stored)
+  if isinstance(moved, _Updates):
+    return batch.kept.fill(batch.all_grads, moved.updates)
+  if in_place or step.precision is None:
+    return moved.params
+  return step.precision.difference(moved.params, batch.params)
 
 
-def _new_params(
-  step: _slots.Step, batch: _Batch, stored: _Stored, in_place: bool
-) -> tuple[Any, ...]:
+def _new_params(step: _slots.Step, batch: _Batch, moved: _Weights | _Updates) -> tuple[Any, ...]:
   """Returns ``function, *operands``: calling the function gives the new params, or the masters."""
-  if not step.precision:
-    if in_place:
-      return (lambda params: params), stored
-    return optax.apply_updates, batch.params, _result(step, batch, stored, in_place)
+  if isinstance(moved, _Updates):
+    return optax.apply_updates, batch.params, batch.kept.fill(batch.all_grads, moved.updates)
+  if step.precision is None:
+    return (lambda params: params), moved.params
+  precision = step.precision
 
   def widen(params: optax.Params, masters: optax.Params | None) -> optax.Params:
-    wide = step.precision.wide(params)
+    wide = precision.wide(params)
     return wide if masters is None else batch.kept.put(wide, masters)
 
-  return widen, *stored
+  return widen, *moved
 
 
 def _compute_if(

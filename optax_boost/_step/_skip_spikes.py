@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from optax_boost._form import _finiteness, _protocol
@@ -20,17 +21,18 @@ class SkipSpikesState(NamedTuple):
 
   Attributes:
     gradient_norm: scalar float32, the norm of the last gradient.
-    norm_sum: scalar float32, the weighted sum of the norms so far.
-    norm_weight: scalar float32, the sum of the weights in `norm_sum`; the mean of the norms is
-      ``norm_sum / norm_weight``.
-    count: scalar int32, the number of norms in the mean.
+    norm_sums: float32, the weighted sum of the norms so far. Entry i is of the steps that freeze i
+      groups of layers: the norm of fewer layers is smaller.
+    norm_weights: float32, the sum of the weights in each entry of `norm_sums`; the mean of the
+      norms is ``norm_sums / norm_weights``.
+    norm_counts: int32, the number of norms in each mean.
     spike_count: scalar int32, the number of spikes, whose norms are finite.
   """
 
   gradient_norm: _types.FloatScalar
-  norm_sum: _types.FloatScalar
-  norm_weight: _types.FloatScalar
-  count: _types.IntScalar  # type: ignore[assignment]  # tuples have a method of this name
+  norm_sums: jax.Array
+  norm_weights: jax.Array
+  norm_counts: jax.Array
   spike_count: _types.IntScalar
 
 
@@ -90,11 +92,11 @@ def skip_spikes(
   _checks.check_number("factor", factor, above=1.0)
   _checks.check_number("decay", decay, minimum=0.0, below=1.0)
   _checks.check_whole_number("start", start, minimum=1)
-  return _wrapper.fill(inner, axis_name, spikes=_SkipSpikes(factor, decay, start))
+  return _wrapper.fill(inner, axis_name, spikes=SkipSpikes(factor, decay, start))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _SkipSpikes:
+class SkipSpikes:
   """The slot of :func:`skip_spikes`."""
 
   factor: jax.typing.ArrayLike
@@ -102,41 +104,42 @@ class _SkipSpikes:
   start: jax.typing.ArrayLike
   method = _METHOD
 
-  def init(self) -> SkipSpikesState:
-    """Returns the state without any norm."""
+  def init(self, num_groups: int) -> SkipSpikesState:
+    """Returns the state without any norm; `num_groups` is the number of means."""
     return SkipSpikesState(
       gradient_norm=jnp.zeros([], jnp.float32),
-      norm_sum=jnp.zeros([], jnp.float32),
-      norm_weight=jnp.zeros([], jnp.float32),
-      count=jnp.zeros([], jnp.int32),
+      norm_sums=jnp.zeros(num_groups, jnp.float32),
+      norm_weights=jnp.zeros(num_groups, jnp.float32),
+      norm_counts=jnp.zeros(num_groups, jnp.int32),
       spike_count=jnp.zeros([], jnp.int32),
     )
 
   def judge(
-    self, state: SkipSpikesState, squares: _types.FloatScalar
+    self,
+    state: SkipSpikesState,
+    squares: _types.FloatScalar,
+    depth: _types.IntScalar | np.integer | int,
   ) -> tuple[_types.BoolScalar, _types.BoolScalar, SkipSpikesState]:
     """Returns whether a gradient is a spike, whether its norm is finite, and the new state.
 
-    `squares` is the squared norm of the gradient.
+    `squares` is the squared norm of the gradient, and `depth` the number of frozen groups.
     """
     norm = jnp.sqrt(squares)
     is_finite = _finiteness.finite_entries(norm)
-    mean = state.norm_sum / jnp.maximum(state.norm_weight, 1)
-    limit = jnp.where(state.count > 0, self.factor * mean, jnp.inf)
-    is_spike = is_finite & (state.count >= self.start) & (norm > limit)
+    total, weight = state.norm_sums[depth], state.norm_weights[depth]
+    count = state.norm_counts[depth]
+    limit = jnp.where(count > 0, self.factor * total / jnp.maximum(weight, 1), jnp.inf)
+    is_spike = is_finite & (count >= self.start) & (norm > limit)
     # The gradient of a masked loss may have norm zero. If such norms entered the mean, the limit
     # would approach zero, and any other norm would be a spike.
     enters_mean = is_finite & (norm > 0)
-    return (
-      is_spike,
-      is_finite,
-      SkipSpikesState(
-        gradient_norm=norm,
-        norm_sum=jnp.where(
-          enters_mean, self.decay * state.norm_sum + jnp.minimum(norm, limit), state.norm_sum
-        ),
-        norm_weight=jnp.where(enters_mean, self.decay * state.norm_weight + 1, state.norm_weight),
-        count=_arrays.increment_if(enters_mean, state.count),
-        spike_count=_arrays.increment_if(is_spike, state.spike_count),
-      ),
+    total = jnp.where(enters_mean, self.decay * total + jnp.minimum(norm, limit), total)
+    weight = jnp.where(enters_mean, self.decay * weight + 1, weight)
+    new_state = SkipSpikesState(
+      gradient_norm=norm,
+      norm_sums=state.norm_sums.at[depth].set(total),
+      norm_weights=state.norm_weights.at[depth].set(weight),
+      norm_counts=state.norm_counts.at[depth].set(_arrays.increment_if(enters_mean, count)),
+      spike_count=_arrays.increment_if(is_spike, state.spike_count),
     )
+    return is_spike, is_finite, new_state

@@ -1,12 +1,22 @@
 """:class:`Step`: an optimizer and the slots around it."""
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import optax
 
 from optax_boost._form import _form
 from optax_boost._foundation import _types
+
+if TYPE_CHECKING:  # the modules of the slots import this one
+  from optax_boost._step import (
+    _accumulation,
+    _average_params,
+    _layerwise_decay,
+    _skip_spikes,
+  )
+  from optax_boost._step._freezing import _freeze_layers
+  from optax_boost._step._precision import _float32_optimizer, _loss_scale
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -15,6 +25,7 @@ class Step:
 
   Attributes:
     inner: the optimizer.
+    axis_name: the mesh axes over which gradients differ.
     accumulation: windows of micro-batches.
     scaling: the loss scale.
     precision: float32 masters, or stochastic rounding.
@@ -22,23 +33,22 @@ class Step:
     layer_rates: a factor for each group of layers.
     spikes: which gradient norms are spikes.
     freezing: which groups of layers are frozen.
-    axis_name: the mesh axes over which gradients differ.
   """
 
   inner: optax.GradientTransformationExtraArgs
-  accumulation: Any = None
-  scaling: Any = None
-  precision: Any = None
-  averaging: Any = None
-  layer_rates: Any = None
-  spikes: Any = None
-  freezing: Any = None
   axis_name: _types.AxisName | None = None
+  accumulation: "_accumulation.Accumulate | None" = None
+  scaling: "_loss_scale.LossScale | None" = None
+  precision: "_float32_optimizer.Float32Optimizer | None" = None
+  averaging: "_average_params.AverageParams | None" = None
+  layer_rates: "_layerwise_decay.LayerwiseDecay | None" = None
+  spikes: "_skip_spikes.SkipSpikes | None" = None
+  freezing: "_freeze_layers.FreezeLayers | None" = None
 
   @property
   def slots(self) -> dict[str, Any]:
     """Returns the filled slots by name."""
-    names = [f.name for f in dataclasses.fields(self) if f.name not in ("inner", "axis_name")]
+    names = [field.name for field in dataclasses.fields(self)][2:]
     return {name: slot for name in names if (slot := getattr(self, name)) is not None}
 
   @property
@@ -49,9 +59,9 @@ class Step:
   @property
   def checks_gradients(self) -> bool:
     """Returns whether a batch is left out if its gradient is not finite."""
-    slots = self.scaling, self.precision and not self.precision.checks_updates, self.accumulation
+    rounds = self.precision and not self.precision.checks_updates
     drops = self.accumulation and self.accumulation.not_finite == "drop"
-    return bool(slots[0] or slots[1] or drops)
+    return bool(self.scaling or rounds or drops)
 
   @property
   def checks_updates(self) -> bool:

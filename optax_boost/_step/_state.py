@@ -44,7 +44,7 @@ class Window(NamedTuple):
 class StepState(NamedTuple):
   """State of a step. The state of a slot is None if its wrapper is not used.
 
-  A field of a slot's state is an attribute of this state, too: ``state.loss_scale``.
+  A field that one slot's state has is an attribute of this state, too: ``state.loss_scale``.
 
   Attributes:
     inner_state: the optimizer's state.
@@ -72,14 +72,18 @@ class StepState(NamedTuple):
 
   def __getattr__(self, name: str) -> Any:
     """Returns the field `name` of the slot that has it."""
-    for slot in self[3:]:
-      if name in getattr(slot, "_fields", ()):
-        return getattr(slot, name)
+    states = {slot: getattr(self, slot) for slot in self._fields[3:]}
+    slots = [slot for slot, state in states.items() if name in getattr(state, "_fields", ())]
+    if len(slots) == 1:
+      return getattr(states[slots[0]], name)
     raise AttributeError(
       f"This step's state has no `{name}`. Its `inner_state` is the state of the optimizer inside"
       " of the wrappers: pass it to functions of optax that read one optimizer's state."
+      if not slots
+      else f"`{name}` is a field of several states: {' and '.join(slots)}. Read one of them, such"
+      f" as `state.{slots[0]}.{name}`."
     )
 
 
 # The fields of a state that a wrapper fills.
-SLOTS = ("accumulation", "scaling", "precision", "averaging", "spikes", "freezing")
+SLOTS = StepState._fields[StepState._fields.index("accumulation") :]

@@ -67,8 +67,7 @@ def as_transformation(step: _slots.Step) -> optax.GradientTransformationExtraArg
     step=step,
   )
   for_params = form if rounds or not averages else dataclasses.replace(form, method=averages.method)
-  # `layerwise_decay` is the only wrapper without a state.
-  stateful = {name for name in step.slots if name != "layer_rates"}
+  stateful = step.slots.keys() & {*_state.SLOTS}
 
   def check(updates: optax.Updates, state: optax.OptState, params: optax.Params | None) -> None:
     (for_params if params is None else form).check(updates, state, params)

@@ -1,10 +1,10 @@
-"""Reads from a traced loss the axes of its params, their order, and groups of layers.
+"""Reads from a traced loss the axes of its params, and groups layers by name.
 
-Methods that act layer by layer must know where a layer begins: LARS takes a norm of each layer,
-centralization a mean over the inputs of each output, and freezing stops the first layers. The names
-and shapes of params do not tell where a layer begins, but the program of the loss does. So the
-analyses trace the loss, and follow each leaf of the params to the equations that use the leaf. The
-analyses compute no arrays. Their terms:
+Methods that act layer by layer must know where a layer begins: LARS takes a norm of each layer, and
+centralization a mean over the inputs of each output. The names and shapes of params do not tell the
+axes of layers and inputs, but the program of the loss does. So the analyses trace the loss, and
+follow each leaf of the params to the equations that use the leaf. The analyses compute no arrays.
+In which order layers run, the user says by name (``_layer_groups``). Terms:
 
   leaf        an array of the params. A leaf has *axes*, another value has *dimensions*.
   data        a value that is computed from the batch.
@@ -15,7 +15,7 @@ analyses compute no arrays. Their terms:
   stacked     the axes along which a leaf holds several kernels, biases or scales: every use of the
               leaf takes one entry along them by a number that the program counts, or `vmap` does.
   layer       one slice of a leaf along its stacked axes; a leaf without stacked axes is one layer.
-  block       leaves, and layers of stacked leaves, that are always in the same group.
+  block       leaves, or one layer of each of several stacked leaves, that a name stands for.
   group       one block or several blocks in a row. The first groups can be frozen.
 
 An example. The loss scans over two layers, whose kernels are one leaf, and has a head:
@@ -63,7 +63,7 @@ dimensions. Each step of the scan gets one slice of ``hidden``:
 
 >>> from optax_boost._trace import _leaf_uses
 >>> findings = _leaf_uses.follow(program, params)
->>> (hidden_use,), (head_use,) = findings.uses
+>>> (head_use,), (hidden_use, _) = findings.uses  # the other one: a scan slices the leaf
 >>> hidden_use.leaf, hidden_use.kind.name, set(hidden_use.fan_in), set(hidden_use.stacked)
 (1, 'CONTRACTED', {1}, {0})
 >>> head_use.leaf, head_use.kind.name, set(head_use.fan_in), set(head_use.stacked)
@@ -77,20 +77,13 @@ dimensions. Each step of the scan gets one slice of ``hidden``:
 head: fan-in (0,), outputs (1,)
 hidden: layers (0,), fan-in (1,), outputs (2,)
 
-*From uses to groups.* The same walk tells which leaves are *upstream* of a leaf: the data that the
-leaf meets were computed with them.
-
->>> [sorted(leaves) for leaves in findings.ever_upstream]  # of the head, and of the hidden layers
-[[1], [1]]
-
-So the two steps of the scan and the head are a chain, and each layer is a block:
+*From names to groups.* The user gives the names of the layers in the order of the forward pass:
 
 >>> from optax_boost._trace import _layer_groups
->>> print(_layer_groups.layer_groups(loss_fn, params, jnp.ones((4, 8))))
-group 0: 64 parameters (42.1 %): hidden[0:1]
+>>> print(_layer_groups.layer_groups(params, ["hidden[*]", "head"]))
+group 0: 64 parameters (42.1 %), frozen first: hidden[0:1]
 group 1: 64 parameters (42.1 %): hidden[1:2]
 group 2: 24 parameters (15.8 %), never frozen: head
-blocks: each layer of a chain; for others pass blocks="..."
 
 *Back to the loss.* If the first group is frozen, ``_frozen_scans`` computes the program again with
 ``hidden`` in two parts, of which the first has no derivative. The scan becomes two scans, and JAX
@@ -106,21 +99,11 @@ The modules, each of which imports those before it:
                   has sliced before, and methods warn
   _uses           what one equation does with a leaf
   _numbers        the integers that a program alone tells, such as the index of a layer
-  _layer_scans    scans over layers, and layers that the program takes from leaves by an index
   _data_kinds     which arguments and constants count as data
   _leaf_walk      the interpreter that notes where leaves meet data
-  _leaf_uses      ``follow``: the uses of leaves, the scans over layers, and which leaves are
-                  upstream of a leaf
+  _leaf_uses      ``follow``: the uses of each leaf
   _layer_axes     ``layer_axes``: the axes of each leaf, as its uses tell
-  _traced_leaves  the leaves of a traced loss, and the order in which the loss uses them
-  _series         series: the blocks that patterns select, modules or the layers of a scan
-  _candidates     finds series: proposes patterns, and keeps those whose blocks are in a row
-  _question       asks which blocks are meant, and lists patterns to choose from
-  _places         places the leaves beside the blocks of series
-  _layers         layers as blocks, in a model without series
-  _blocks         chooses blocks: a series, a chain of layers, or modules that patterns select
+  _layer_groups   ``layer_groups``: makes groups of layers from their names
   _position_tables  finds the tables of learned positions
-  _layer_groups   ``layer_groups``: makes groups of blocks
-  _sources        from which arguments of a program each of its results is computed
   _frozen_scans   evaluates a loss with frozen layers in its scans
 """

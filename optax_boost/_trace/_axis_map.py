@@ -35,12 +35,11 @@ class Pick(NamedTuple):
 
   Attributes:
     axis: the axis.
-    indices: the entry's index among `entries`; in a loop, the indices in its iterations. None if
-      the program counts, but the trace doesn't tell how, as for the slices of a scan.
+    number: the entry's index among `entries`; None if the program counts, as in a loop or a scan.
   """
 
   axis: int
-  indices: tuple[int, ...] | None = None
+  number: int | None = None
   entries: int = 0
 
 
@@ -74,18 +73,6 @@ class AxisMap(NamedTuple):
     """Returns the axes along which the value holds one entry, or entries joined from several."""
     return frozenset(pick.axis for pick in self.picks)
 
-  def axis_of_layers(self, shape: Sequence[int]) -> int | None:
-    """Returns which axis of a leaf of this shape a scan over the first dimension slices, or None.
-
-    The axis may be split in two, of which an outer scan has sliced the outer part.
-    """
-    if len(self.dims[0]) != 1:
-      return None
-    axis = self.dims[0][0].axis
-    is_whole = not self.picks and is_axis(self.dims[0], shape)
-    is_rest = self.picks == {Pick(axis)} and axis not in self.axes(range(1, len(self.dims)))
-    return axis if is_whole or is_rest else None
-
   def is_part_of(self, other: "AxisMap") -> bool:
     """Returns whether this map tells only a part of what `other` tells of the same leaf.
 
@@ -118,16 +105,16 @@ class AxisMap(NamedTuple):
       return self._replace(gathered=self.gathered | axes)
     return self._replace(picks=self.picks | set(map(Pick, axes)))
 
-  def with_indices(self, before: "AxisMap", indices: Mapping[int, tuple[int, ...]]) -> "AxisMap":
-    """Returns a copy in which the picks that `before` lacks have indices.
+  def with_numbers(self, before: "AxisMap", numbers: Mapping[int, int]) -> "AxisMap":
+    """Returns a copy in which the picks that `before` lacks have numbers.
 
-    `before` is the map before an entry was taken along its dimensions. `indices` has the indices of
+    `before` is the map before an entry was taken along its dimensions. `numbers` has the numbers of
     the entry along these dimensions, if they are known.
     """
     taken = {
-      Pick(dim[0].axis, indices[i], size_of(dim))
+      Pick(dim[0].axis, numbers[i], size_of(dim))
       for i, dim in enumerate(before.dims)
-      if i in indices and len(dim) == 1
+      if i in numbers and len(dim) == 1
     }
     named = {pick for pick in taken if Pick(pick.axis) in self.picks - before.picks}
     return self._replace(picks=(self.picks - {Pick(pick.axis) for pick in named}) | named)

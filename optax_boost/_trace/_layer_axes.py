@@ -3,7 +3,6 @@
 from collections.abc import Callable, Collection, Mapping, Sequence
 import dataclasses
 import functools
-import itertools
 import math
 from typing import Any, NamedTuple
 
@@ -89,9 +88,8 @@ class LayerAxes:
     return (
       f"A trace of the loss does not tell the axes of {leaves}{more} after {', '.join(names)}. Say"
       " them: pass the result of `optax_boost.layer_axes(loss_fn, params, batch, axes={"
-      f"{_patterns.anchor(_patterns.escape(next(iter(hidden))), self.paths)!r}: ('fan-in',"
-      " 'outputs')})`, with 'layers',"
-      " 'fan-in' or 'outputs' for each axis."
+      f"{_patterns.exact_pattern(next(iter(hidden)), self.paths)!r}: ('fan-in', 'outputs')}})`,"
+      " with 'layers', 'fan-in' or 'outputs' for each axis."
     )
 
 
@@ -267,19 +265,12 @@ def _with_axes(
 
 def describe(findings: _leaf_uses.Findings) -> LayerAxes:
   """Describes the leaves of a traced loss."""
-  uses: list[list[_uses.Use]] = [[] for _ in findings.paths]
-  experts = {use.leaf for use in findings.expert_uses}
-  all_uses = (*findings.expert_uses, *findings.early_uses, *itertools.chain(*findings.uses))
-  for use in (*all_uses, *findings.unknown_uses):
-    # Data looks up the kernels of experts, as rows of a table, but they are used in products.
-    if use.leaf not in experts or use.kind in (UseKind.CONTRACTED, UseKind.UNKNOWN):
-      uses[use.leaf].append(use)
-  axes = list(map(_axes, uses, findings.batch_axes, findings.paths, findings.shapes))
+  axes = list(map(_axes, findings.uses, findings.batch_axes, findings.paths, findings.shapes))
   unknown_primitives = [
     tuple(dict.fromkeys(use.primitive for use in uses_of_leaf if use.primitive))
     if described is None or described.unknown
     else ()
-    for uses_of_leaf, described in zip(uses, axes, strict=True)
+    for uses_of_leaf, described in zip(findings.uses, axes, strict=True)
   ]
   return LayerAxes(tuple(findings.paths), tuple(axes), tuple(unknown_primitives))
 
@@ -292,11 +283,11 @@ def _axes(
   The fan-in is read from the use whose kind comes earliest in :class:`UseKind`; of several, the
   first. All uses tell which axes are stacked. `batch` are the leaf's axes along which each slice of
   the data has a separate kernel. A leaf with the name of a bias has no fan-in. Returns None if all
-  uses are unclear or in penalties.
+  uses are unclear.
   """
   # LOOKUP comes first, so that an embedding that is also the last layer's kernel (tied weights) has
   # no fan-in.
-  silent = (UseKind.PENALTY, UseKind.UNCLEAR, UseKind.UNKNOWN)
+  silent = (UseKind.UNCLEAR, UseKind.UNKNOWN)
   telling = sorted((use for use in uses if use.kind not in silent), key=lambda use: use.kind.value)
   every = frozenset(range(len(shape)))
   if not telling:
@@ -325,10 +316,10 @@ def _stacked(uses: Sequence[_uses.Use], shape: tuple[int, ...]) -> frozenset[int
     taken: dict[int, set[int]] = {}
     for use in uses:
       picks = {pick for pick in use.picks if pick.axis == axis} or {_axis_map.Pick(axis)}
-      for _, indices, entries in picks:
-        if indices is None or len(indices) > 1:  # the program counts
+      for _, number, entries in picks:
+        if number is None:  # the program counts
           return True
-        taken.setdefault(entries, set()).update(indices)
+        taken.setdefault(entries, set()).add(number)
     return any(len(indices) == entries for entries, indices in taken.items())
 
   common = frozenset.intersection(*(use.stacked for use in uses))

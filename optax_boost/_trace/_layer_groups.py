@@ -1,12 +1,12 @@
 """``layer_groups``: divides the params into groups, numbered in the order of the forward pass.
 
-A group is one or several blocks in a row (``_blocks``). A :class:`LayerGroups` is called a *plan*.
+A :class:`LayerGroups` is called a *plan*.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 import dataclasses
+import glob
 import itertools
-import json
 import math
 import re
 from typing import Any, NamedTuple, TypeAlias
@@ -16,16 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_boost._foundation import _checks, _masks, _paths, _patterns, _trees, _types
-from optax_boost._trace import (
-  _blocks,
-  _layer_axes,
-  _leaf_uses,
-  _losses,
-  _places,
-  _question,
-  _traced_leaves,
-)
+from optax_boost._foundation import _checks, _masks, _paths, _patterns, _tree_checks, _trees, _types
+from optax_boost._trace import _layer_axes
 
 
 class LayerSlice(NamedTuple):
@@ -51,17 +43,10 @@ class LayerGroups:
       only some layers of a leaf, a :class:`LayerSlice` replaces the path. It is printed as
       ``blocks/kernel[0:4]``, or, if axis 1 holds the layers, as ``blocks/kernel[:, 0:4]``.
     sizes: for each group, the number of its parameters.
-    unused: leaves that the loss does not depend on. These leaves are in the last group.
-    reused: leaves that are used again after a later layer (tied weights, unrolled recurrences).
-      Such a leaf is frozen with the layer that uses the leaf first.
-    origin: a line for ``print``, which tells what the blocks are, and how to choose other blocks.
   """
 
   groups: tuple[tuple[str | LayerSlice, ...], ...]
   sizes: tuple[int, ...]
-  unused: tuple[str, ...] = ()
-  reused: tuple[str, ...] = ()
-  origin: str = dataclasses.field(default="", compare=False)
 
   def __len__(self) -> int:
     return len(self.groups)
@@ -70,17 +55,11 @@ class LayerGroups:
     total = max(sum(self.sizes), 1)
     lines = []
     for index, (entries, size) in enumerate(zip(self.groups, self.sizes, strict=True)):
-      never = ", never frozen" if index == len(self.groups) - 1 else ""
+      turn = {len(self.groups) - 1: ", never frozen"}.get(index, "" if index else ", frozen first")
       lines.append(
-        f"group {index}: {size:,} parameters ({100 * size / total:.1f} %){never}: "
+        f"group {index}: {size:,} parameters ({100 * size / total:.1f} %){turn}: "
         + ", ".join(_paths.leaf_name(str(entry)) for entry in entries)
       )
-    if self.unused:
-      lines.append("not used by the loss, so never frozen: " + ", ".join(self.unused))
-    if self.reused:
-      lines.append("used again later, frozen where they are used first: " + ", ".join(self.reused))
-    if self.origin:
-      lines.append(self.origin)
     return "\n".join(lines)
 
 
@@ -89,238 +68,183 @@ Groups: TypeAlias = LayerGroups | Sequence[str]
 
 
 def layer_groups(
-  loss_fn: _types.LossFn,
-  params: optax.Params,
-  *args: Any,
-  num_groups: int | None = None,
-  blocks: str | Sequence[str] | None = None,
-  overrides: Mapping[str, int] | None = None,
-  axis_name: _types.AxisName | None = None,
+  params: optax.Params, blocks: Sequence[str], *, num_groups: int | None = None
 ) -> LayerGroups:
-  """Groups the leaves in the order of the forward pass, which a trace of the loss shows.
+  """Groups the layers by name, in the order of the forward pass, which you give.
 
-  A *block* is a module that the model repeats, and by default each block is a group. Blocks are a
-  series of modules whose names differ by a number (``layers/0``, ``Block_3``, ``block_0_rgb``; the
-  first may lack it, as in ``block, block_1``), or the layers that a scan slices or the program
-  takes by an index (``nn.scan``, ``lax.scan``, ``w[i]``), also of numbered scans in a row. In a
-  series, two or more blocks have several kernels, and each block gets data from the block before
-  it. If one series or scan is inside of another, the outer one gives the blocks. The leaves before
-  all blocks (patches, class token, positions, a tied embedding) are the first group, and the leaves
-  after all blocks (final norm, pooler, head) the last, as in BEiT, MAE and ``timm``.
-
-  In a model without a series, each layer (a kernel with its bias and normalization, or a recurrent
-  cell) is a block if the layers are a plain chain, as in an MLP. For any other model, for several
-  series (two towers, an encoder and a decoder), and if more kernels are beside a series than in it,
-  an error lists the values of `blocks` to choose from. There, kernels in no order with the series'
-  blocks, as in another tower, count twice. ``print`` shows which blocks were chosen. The loss is
-  traced, not computed, so arrays may be abstract.
-
-  A leaf that is in no block is placed by the flow of data. If no block gets data from the leaf, the
-  leaf is after all blocks. Otherwise, the leaf joins the last block from which the leaf gets data,
-  or the first step of a scan of which all steps use the leaf. If the leaf gets data from no block,
-  the leaf joins the first block that gets data from the leaf; but if this block begins its series,
-  and the loss uses the leaf before this block, the leaf is before all blocks.
-
-  Noise, and arrays that the loss closes over (an adapter's base weights, a pruning mask), count as
-  data only if otherwise at most one operation would combine params with data. An array in `args`
-  always counts as data, so let the loss close over arrays that are not data.
+  Print the groups: group 0 is frozen first, the last group never. A list of names in the order of
+  the tree, which is often alphabetical, may freeze the head first.
 
   Args:
-    loss_fn: the loss, as ``loss_fn(params, *args)``; aux is ignored.
-    params: the params.
-    *args: the loss's other arguments: statistics, batch, rng. A loss from ``nnx.split_loss`` or
-      ``linen.split_loss`` takes its model state first, which is not data.
-    num_groups: the number of groups, of which the last is never frozen. None: a group for each
-      block. Lowering the number puts equal numbers of neighbouring blocks into one group. If there
-      are fewer blocks than this number, and `blocks` is None, each layer is a block instead. In a
-      model without a series or a chain, parallel layers stay in one group.
-    blocks: a pattern (see :func:`path_mask`) of the modules that are blocks:
-      ``"encoder/layers/*"``, ``"stages/*/blocks/*"``. A single name selects the outermost modules
-      that it matches. If a scan or an index slices the leaves of a selected module, each layer is a
-      block; ``"stages/*[*]"`` selects the layers of several scans. Patterns with bars between them
-      select one series, in the order of use: ``"encoder/block/*|decoder/block/*"``.
-      ``"attn_0&mlp_0|attn_1&mlp_1"`` selects blocks that are several modules. A sequence, such as
-      ``("text/blocks/*", "image/blocks/*")``, selects parallel series, one for each pattern; the
-      last blocks of all series are in one group. None: the blocks described above.
-    overrides: a dict from patterns (see :func:`path_mask`) to groups. All layers of a leaf that the
-      pattern matches are in this group, whatever the trace shows.
-    axis_name: the axis, or axes, of ``vmap``, ``pmap`` or ``shard_map`` that the loss reduces over
-      (``pmean``, a BatchNorm with `axis_name`).
+    params: the params; arrays may be abstract.
+    blocks: patterns (see :func:`path_mask`) in the order of the forward pass, such as ``["embed",
+      "blocks/*", "head"]``; together they match each leaf once.
+
+      - A pattern without stars is one block: ``"embed"``, ``"norm|head"``, ``"blocks/[0-3]"``.
+      - A pattern with a star is a series of blocks, in the order of the numbers that the star
+        matches. ``"conv_*|norm_*"`` puts both modules of a number into one block.
+      - ``"blocks[*]"`` has a block for each layer of the leaves in ``blocks``, which are stacked
+        along their first axis, as by ``nn.scan``; ``"blocks[:,*]"``: along their second axis.
+    num_groups: the number of groups. None: a group for each block. Lowering the number puts equal
+      numbers of neighbouring blocks into one group.
 
   Returns:
     A :class:`LayerGroups`.
 
   Raises:
-    ValueError: the trace doesn't tell the blocks, and `blocks` is None; a pattern of `blocks`
-      selects nothing, or two patterns select one leaf; there are fewer blocks than groups; the loss
-      uses no leaf, or a named axis that is not in `axis_name`; an override's group does not exist,
-      or two overrides put a leaf into different groups.
+    TypeError: `blocks` is not a list of patterns.
+    ValueError: a leaf matches no pattern, or two; a pattern matches no leaf; no number tells the
+      order of a series; stacked leaves have different numbers of layers; there are fewer blocks
+      than groups. If names are missing, the message lists all names, to copy and to order.
 
   Examples:
     >>> import jax.numpy as jnp, optax_boost
-    >>> params = {"a_head": jnp.ones((8, 1)), "z_body": {"bias": jnp.ones(8), "kernel": jnp.eye(8)}}
-    >>> def loss_fn(params, x):
-    ...   h = jnp.tanh(x @ params["z_body"]["kernel"] + params["z_body"]["bias"])
-    ...   return jnp.mean(h @ params["a_head"])
-    >>> print(optax_boost.layer_groups(loss_fn, params, jnp.ones((2, 8))))
-    group 0: 72 parameters (90.0 %): z_body/kernel, z_body/bias
-    group 1: 8 parameters (10.0 %), never frozen: a_head
-    blocks: each layer of a chain; for others pass blocks="..."
-
-    Two parallel towers of two blocks each:
-
-    >>> from optax_boost import layer_groups
-    >>> block = {"up": jnp.eye(8), "down": jnp.eye(8)}
-    >>> params = {"image": [block, block], "text": [block, block]}
-    >>> def loss_fn(params, x):
-    ...   image = text = x
-    ...   for p in params["image"]:
-    ...     image += jnp.tanh(image @ p["up"]) @ p["down"]
-    ...   for p in params["text"]:
-    ...     text += jnp.tanh(text @ p["up"]) @ p["down"]
-    ...   return jnp.mean(image * text)
-    >>> print(layer_groups(loss_fn, params, jnp.ones((2, 8)), blocks=("image/*", "text/*")))
-    group 0: 256 parameters (50.0 %): image/0/up, image/0/down, text/0/up, text/0/down
-    group 1: 256 parameters (50.0 %), never frozen: image/1/up, image/1/down, text/1/up, text/1/down
-    blocks: "image/*" (2 modules) side by side with "text/*" (2 modules)
+    >>> params = {"embed": jnp.ones((4, 8)), "layers": jnp.ones((3, 8, 8)), "head": jnp.ones(8)}
+    >>> print(optax_boost.layer_groups(params, ["embed", "layers[*]", "head"], num_groups=4))
+    group 0: 96 parameters (41.4 %), frozen first: embed, layers[0:1]
+    group 1: 64 parameters (27.6 %): layers[1:2]
+    group 2: 64 parameters (27.6 %): layers[2:3]
+    group 3: 8 parameters (3.4 %), never frozen: head
   """
-  if num_groups is not None:
-    _checks.check_whole_number("num_groups", num_groups, static=True)
-    num_groups = int(num_groups)
-  patterns = None if blocks is None else _blocks.check_patterns(blocks)
-  program = _losses.trace(loss_fn, params, args, axis_name)
-  model = _model_of(_leaf_uses.follow(program, params, _losses.data_flags(loss_fn, args)))
-  try:
-    chosen = (
-      _blocks.blocks_by_default(model, num_groups)
-      if patterns is None
-      else _blocks.blocks_of_patterns(model, patterns)
-    )
-  except _question.Unclear as question:
-    raise ValueError(str(question)) from None
-  if patterns is None and num_groups is not None and num_groups > chosen.num_blocks:
-    chosen = _blocks.smallest_blocks(model)
-  return _groups_of_blocks(model, chosen, params, num_groups, overrides)
-
-
-def even_groups(
-  findings: _leaf_uses.Findings, params: optax.Params, num_groups: int
-) -> LayerGroups:
-  """Divides the leaves of a traced loss into `num_groups` groups; returns the plan.
-
-  A group is made of blocks, or of layers if the trace shows fewer than `num_groups` blocks.
-  """
-  model = _model_of(findings)
-  try:
-    chosen = _blocks.blocks_by_default(model)
-  except _question.Unclear:
-    chosen = None
-  if chosen is None or chosen.num_blocks < num_groups:
-    chosen = _blocks.smallest_blocks(model)
-  return _groups_of_blocks(model, chosen, params, num_groups, None)
-
-
-def _model_of(findings: _leaf_uses.Findings) -> _traced_leaves.Model:
-  """Returns the model of a traced loss; raises ValueError if the loss uses no leaf."""
-  model = _traced_leaves.Model(findings)
-  if not model.order:
-    raise ValueError(
-      f"`layer_groups` found no leaf among the {len(model.leaves)} of `params` that the loss uses."
-      " Pass the params that `loss_fn` takes as its first argument."
-    )
-  return model
-
-
-def _groups_of_blocks(
-  model: _traced_leaves.Model,
-  blocks: _places.Blocks,
-  params: optax.Params,
-  num_groups: int | None,
-  overrides: Mapping[str, int] | None,
-) -> LayerGroups:
-  """Returns groups of equal numbers of blocks, or, if `num_groups` is None, a group per block."""
+  _patterns.check_patterns(
+    "blocks",
+    blocks,
+    "a list of patterns in the order of the forward pass, as ['embed', 'blocks/*', 'head']",
+  )
+  _tree_checks.check_traceable("params", params)
   leaves = _layer_axes.leaves_of(params)
-  order = list(model.order)
-  unused = [i for i in range(len(leaves)) if i not in model.order]
-  num_groups = blocks.num_blocks if num_groups is None else num_groups
-  if blocks.num_blocks < num_groups:
+  paths = [leaf.path.replace(".", "/") for leaf in leaves]
+  pattern_of: dict[int, str] = {}
+  placed: list[tuple[range, int, int]] = []  # for each leaf: the blocks of its layers, leaf, axis
+  count = 0
+  for pattern in blocks:
+    for axis_of in _series(pattern, paths):
+      if twice := axis_of.keys() & pattern_of.keys():
+        raise _matched_twice(paths[min(twice)], pattern_of[min(twice)], pattern)
+      layers = range(count, count + _count_layers(pattern, axis_of, leaves))
+      placed += [(layers, i, axis or 0) for i, axis in axis_of.items()]
+      pattern_of |= dict.fromkeys(axis_of, pattern)
+      count = layers.stop
+  if missing := [path for i, path in enumerate(paths) if i not in pattern_of]:
     raise ValueError(
-      f"`layer_groups` can't make {num_groups} groups of {blocks.num_blocks} blocks (a kernel with"
-      " its bias and normalization is one, or a layer of a scan, or what `blocks` selects). Pass"
-      f" num_groups={blocks.num_blocks} or fewer."
+      f"`blocks` must match each leaf; no pattern matches {_checks.shorten(missing)}."
+      f"{_names_to_copy(paths)}"
     )
-  group: dict[int, list[int]] = {
-    leaf: [block * num_groups // blocks.num_blocks for block in numbers]
-    for leaf, numbers in blocks.by_leaf.items()
-  }
-  group |= {leaf: [num_groups - 1] for leaf in unused}
-  for leaf, number in _overridden(leaves, overrides, num_groups).items():
-    group[leaf] = [number]
-  reused = _places.reused(model, blocks.by_leaf)
-  axes = {leaf: axis for scan in model.scans for leaf, axis in scan.axes}
-  entries: list[list[str | LayerSlice]] = [[] for _ in range(num_groups)]
+  num_groups = count if num_groups is None else num_groups
+  _checks.check_whole_number("num_groups", num_groups, maximum=count, static=True)
+  groups: list[list[str | LayerSlice]] = [[] for _ in range(num_groups)]
   sizes = [0] * num_groups
-  for i in [*order, *unused]:
-    size = math.prod(leaves[i].shape) // len(group[i])
-    end = 0
-    for number, run in itertools.groupby(group[i]):
-      first, end = end, end + len(list(run))
-      is_whole = end - first == len(group[i])
-      path = leaves[i].path
-      entries[number].append(path if is_whole else LayerSlice(path, axes[i], first, end))
-      sizes[number] += size * (end - first)
-  return LayerGroups(
-    groups=tuple(map(tuple, entries)),
-    sizes=tuple(sizes),
-    unused=tuple(leaves[i].path for i in unused),
-    reused=tuple(leaves[i].path for i in order if i in reused),
-    origin=blocks.origin,
+  for layers, i, axis in sorted(placed, key=lambda place: (place[0].start, place[1])):
+    leaf, end = leaves[i], 0
+    for number, run in itertools.groupby(block * num_groups // count for block in layers):
+      start, end = end, end + len(list(run))
+      is_whole = end - start == len(layers)
+      groups[number].append(leaf.path if is_whole else LayerSlice(leaf.path, axis, start, end))
+      sizes[number] += math.prod(leaf.shape) // len(layers) * (end - start)
+  return LayerGroups(tuple(map(tuple, groups)), tuple(sizes))
+
+
+# What follows the name of stacked leaves in a pattern.
+_STACKED = re.compile(r"\[((?::,\s*)*)\*\]")
+
+
+def _series(pattern: str, paths: Sequence[str]) -> list[dict[int, int | None]]:
+  """Returns the blocks of a pattern, in their order.
+
+  A block is a dict from the indices of leaves to the axes along which they are stacked, or None.
+  """
+  blocks: dict[tuple[str, ...], dict[int, int | None]] = {}
+  names: dict[tuple[str, ...], str] = {}
+  matched: set[int] = set()
+  for part in pattern.split("|"):
+    stacked, name = _STACKED.search(part), _STACKED.sub("", part)
+    axis = None if stacked is None else stacked[1].count(":")
+    for i, found in enumerate(map(_patterns.compile_stars("blocks", name), paths)):
+      if found is not None and i not in matched:
+        texts = found.groups() if "*" in name else ()
+        names.setdefault(texts, found[0])
+        blocks.setdefault(texts, {})[i] = axis
+        matched.add(i)
+  if not blocks:
+    raise ValueError(f"`blocks` has {pattern!r}, which matches no leaf.{_names_to_copy(paths)}")
+  order = {texts: list(map(_split_at_numbers, texts)) for texts in blocks}
+  beginnings = ([text[0].rstrip("_/") for text in of_block] for of_block in order.values())
+  if any(len(set(of_star)) > 1 for of_star in zip(*beginnings, strict=False)):
+    raise ValueError(
+      f"`blocks` has {pattern!r}, which matches {_checks.shorten([*names.values()])}; no number"
+      " tells their order. Write a pattern for each; a slash in front means a name at the root:"
+      " '/norm'."
+    )
+  return [blocks[texts] for texts in sorted(blocks, key=order.__getitem__)]
+
+
+def _split_at_numbers(text: str) -> list[Any]:
+  """Returns the parts of a text before, in, and after its numbers, in turn."""
+  return [int(part) if i % 2 else part for i, part in enumerate(re.split(r"(\d+)", text))]
+
+
+def _count_layers(
+  pattern: str, axis_of: Mapping[int, int | None], leaves: Sequence[_layer_axes.Leaf]
+) -> int:
+  """Returns how many layers the leaves of a block stack; 1 if they aren't stacked."""
+  lengths = {
+    1 if axis is None else sum(leaves[i].shape[axis : axis + 1]) for i, axis in axis_of.items()
+  }
+  if len(lengths) > 1 or 0 in lengths:
+    shapes = {leaves[i].path: leaves[i].shape for i in axis_of}
+    raise ValueError(
+      f"`blocks` has {pattern!r}, whose leaves must stack the same number of layers; got"
+      f" {_checks.shorten(shapes)}."
+    )
+  return lengths.pop()
+
+
+def _matched_twice(path: str, first: str, second: str) -> ValueError:
+  at_root = next((f"/{p}" for p in (first, second) if "/" not in p and "." not in p), "/norm")
+  return ValueError(
+    f"`blocks` must match each leaf once; got {first!r} and {second!r}, which both match"
+    f" '{_paths.leaf_name(path)}'. A slash in front means a name at the root: {at_root!r}."
   )
 
 
-def _overridden(
-  leaves: list[_layer_axes.Leaf], overrides: Mapping[str, int] | None, num_groups: int
-) -> dict[int, int]:
-  if overrides is None:
-    return {}
-  words = "a dict from patterns to groups, as {'embed': 0}"
-  _checks.check_type("overrides", overrides, Mapping, words)
-  for pattern, number in overrides.items():
-    if not (_checks.is_integer(number) and 0 <= number < num_groups):
-      raise ValueError(
-        f"`overrides` must name groups 0 to {num_groups - 1}; got {_checks.shorten(number)} for"
-        f" {_checks.shorten(pattern)}."
-      )
-  group_of_pattern = [(pattern, int(number)) for pattern, number in overrides.items()]
-  numbers = _patterns.assign_groups("overrides", group_of_pattern, [leaf.path for leaf in leaves])
-  return {i: number for i, number in enumerate(numbers) if number is not None}
+def _names_to_copy(paths: Sequence[str]) -> str:
+  """Returns a sentence with names that match each leaf once, in the order of the tree."""
+  tree: dict[str, Any] = {}
+  for path in paths:
+    module = tree
+    for name in path.split("/"):
+      module = module.setdefault(name, {})
+  names = [_patterns.exact_pattern(name, paths) for name in _names_of(tree)]
+  return (
+    f" Put these names, which are in the order of the tree, into the order of the forward pass:"
+    f" {names}. The tree doesn't tell that order; in its own, the head may freeze first."
+  )
+
+
+def _names_of(tree: Mapping[str, Any], parent: str = "") -> list[str]:
+  """Returns the names of modules, with a star for each series of modules."""
+  series: dict[str, list[str]] = {}
+  for name in tree:
+    series.setdefault(re.sub(r"\d+(?=\D*$)", "*", glob.escape(name)), []).append(name)
+  names = []
+  for star, members in series.items():
+    children = [child for name in members for child in tree[name].items()]
+    if len(members) == 1:
+      inner = _names_of(tree[members[0]], f"{parent}{members[0]}/")
+      names += inner if "*" in "".join(inner) else [parent + members[0]]
+    elif parent and star != "*" and not children:
+      names += [parent + name for name in members]  # the arrays of one layer
+    else:
+      # A list of lists of modules is one series.
+      is_nested = bool(children) and all(name.isdigit() and below for name, below in children)
+      names.append(f"{parent}{star}/*" if is_nested else parent + star)
+  return names
 
 
 _NO_CATCH_ALL = (
   "Write patterns of which only one matches it: a leaf that no pattern matches is in the last group"
   " already, which needs no catch-all like '*'."
 )
-# Matches the end of a pattern from the numbers of layers on: `/[0-5]` in `blocks/kernel/[0-5]`.
-_LAYER = re.compile(r"\[[^/]*\]$|/(\[[^/]*\]|\d+)(/.*)?$")
-
-
-def _layers_hint(pattern: str, paths: Sequence[str]) -> str:
-  """Returns the hint that only `layer_groups` divides a leaf into layers, or "".
-
-  The hint is due if the pattern ends with numbers of layers, and its beginning matches one of the
-  leaves `paths`.
-  """
-  whole = _LAYER.sub("", pattern)
-  match = _patterns.compile_pattern("groups", f"{whole}/**")  # from the root on
-  path = next((path for path in paths if match(path) is not None), None)
-  if path is None or whole == pattern:
-    return ""
-  return (
-    f" Patterns select whole leaves: if '{path}' holds the layers of a scan, as {pattern!r} says,"
-    " pass `groups=layer_groups(loss_fn, params, batch)`, which groups layers."
-  )
-
-
 # The group of a leaf; or an array of the groups of its layers that broadcasts against the leaf.
 GroupNumber: TypeAlias = int | np.ndarray
 
@@ -347,9 +271,7 @@ def group_numbers(tree: _types.Params, groups: Groups, method: str) -> list[Grou
   if not isinstance(groups, LayerGroups):
     group_of_pattern = [(pattern, number) for number, pattern in enumerate(groups)]
     paths = [leaf.path for leaf in leaves]
-    numbers = _patterns.assign_groups(
-      "groups", group_of_pattern, paths, _NO_CATCH_ALL, tree=tree, hint=_layers_hint
-    )
+    numbers = _patterns.assign_groups("groups", group_of_pattern, paths, _NO_CATCH_ALL, tree=tree)
     return [len(groups) - 1 if number is None else number for number in numbers]
   whole: dict[str, int] = {}
   sliced: dict[str, _SlicedLeaf] = {}
@@ -415,24 +337,6 @@ def count_groups(groups: Groups) -> int:
     words = "what `layer_groups` returned, or a sequence of patterns, one per group"
     _patterns.check_patterns("groups", groups, words)
   return len(groups)
-
-
-def to_text(groups: Groups) -> str:
-  """Returns a text from which :func:`from_text` makes equal groups, in every process."""
-  if isinstance(groups, LayerGroups):
-    return json.dumps({"groups": groups.groups})
-  return json.dumps(list(groups))
-
-
-def from_text(text: str) -> Groups:
-  """Returns the groups that :func:`to_text` has written; sizes are zero."""
-  value = json.loads(text)
-  if isinstance(value, list):
-    return value
-  groups = [
-    [LayerSlice(*e) if isinstance(e, list) else e for e in group] for group in value["groups"]
-  ]
-  return LayerGroups(tuple(map(tuple, groups)), (0,) * len(groups))
 
 
 def numbering(groups: Groups, method: str) -> Callable[[_types.Params], _types.Tree]:

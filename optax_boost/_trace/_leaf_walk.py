@@ -11,15 +11,13 @@ later product tells an activation from a kernel.
 """
 
 from collections.abc import Iterable, Sequence
-import functools
-import operator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
 
 from optax_boost._foundation import _types
-from optax_boost._trace import _axis_map, _jaxpr, _layer_scans, _numbers, _primitives, _uses
+from optax_boost._trace import _axis_map, _jaxpr, _numbers, _primitives, _uses
 from optax_boost._trace._axis_map import AxisMap
 from optax_boost._trace._data_kinds import DataKind
 from optax_boost._trace._uses import Use, UseKind
@@ -32,23 +30,20 @@ class Value(NamedTuple):
     labels: a label for each dimension, as in an einsum. If an equation combines two values along
       a dimension of each, the two dimensions have the same label.
     data: whether the value is computed from data.
-    met: the leaves that have met data in the computation of the value, as an integer whose bit i is
-      leaf i.
     leaves: the leaves that the value is computed from, and that have not met data.
     penalty: whether the value is a scalar that sums up params alone, as an L2 penalty.
     counted: whether the value is computed from numbers of the program alone, as a loop's counter.
-    numbers: these numbers, if the trace tells them (``_numbers``).
+    number: the value, if it is one integer that the program alone tells (``_numbers``).
     axis_maps: the axis maps of leaves that have not met data, and of kernels that data has looked
       up or scaled, such as the kernels of experts.
   """
 
   labels: tuple[int, ...]
   data: bool = False
-  met: int = 0
   leaves: frozenset[int] = frozenset()
   penalty: bool = False
   counted: bool = False
-  numbers: _numbers.Numbers | None = None
+  number: int | None = None
   axis_maps: tuple[AxisMap, ...] = ()
 
 
@@ -99,40 +94,25 @@ class LeafWalk(_jaxpr.Interpreter[Value]):
   """Notes where leaves meet data, by one definition of data.
 
   Attributes:
-    uses: for each equation in which leaves meet data, its uses of leaves.
-    early_uses: the uses of kernels in products without data, and of leaves that several branches of
-      a conditional use.
+    uses: the uses of leaves in equations in which they meet data.
+    early_uses: the uses of kernels in products without data.
     inputs: the first use of each leaf that was part of a kernel's input, or that data has looked
       up, by leaf.
     expert_uses: the uses of kernels that data has looked up or scaled.
     unknown_uses: the equations whose results have no axis map of a leaf that an operand has.
-    scans: the scans over layers.
-    meetings: the first meeting with data of each leaf's entries.
     num_meetings: the number of equations in which a leaf meets data for the first time.
-    upstream: for each leaf, the leaves upstream of its first use, as in :attr:`Value.met`.
-    ever_upstream: for each leaf, the leaves upstream of any of its uses.
-    shared_by: for each loop, in the order of the program, the leaves that all its iterations use.
-    shapes: the shape of each leaf.
   """
 
   def __init__(self, definition: DataKind, named_kernels: frozenset[int]) -> None:
     """Makes a walk; `named_kernels` are the leaves whose names mean a kernel."""
     self._definition, self._named_kernels = definition, named_kernels
-    self.uses: list[list[Use]] = []
+    self.uses: list[Use] = []
     self.early_uses: list[Use] = []
     self.inputs: dict[int, Use] = {}
     self.expert_uses: list[Use] = []
     self.unknown_uses: list[Use] = []
-    self.scans: list[_layer_scans.LayerScan] = []
-    self.meetings: dict[tuple[int, frozenset[_axis_map.Pick]], _layer_scans.Meeting] = {}
     self.num_meetings = 0
-    self.upstream: dict[int, int] = {}
-    self.ever_upstream: dict[int, int] = {}
-    self.shared_by: list[int] = []
-    self.shapes: list[tuple[int, ...]] = []
-    # The number of the innermost loop, and the leaves that have met data in it.
-    self._loop: int | None = None
-    self._met_in_loop = 0
+    self._met: set[int] = set()  # the leaves that have met data
     self._labels = _Labels()
     self._axis_labels: list[tuple[int, ...]] = []  # for each leaf
     # The labels of the batch dimensions, and of the summed dimensions, in products with kernels.
@@ -143,8 +123,7 @@ class LeafWalk(_jaxpr.Interpreter[Value]):
 
   def leaf(self, shape: tuple[int, ...]) -> Value:
     """Returns the value of the next leaf of the params, and numbers the leaves from 0."""
-    value, number = self.argument(shape, None), len(self.shapes)
-    self.shapes.append(shape)
+    value, number = self.argument(shape, None), len(self._axis_labels)
     self._axis_labels.append(value.labels)
     axis_maps = (_axis_map.identity(number, shape),)
     return value._replace(leaves=frozenset([number]), axis_maps=axis_maps)
@@ -152,10 +131,6 @@ class LeafWalk(_jaxpr.Interpreter[Value]):
   def argument(self, shape: Sequence[int], kind: DataKind | None) -> Value:
     """Returns the value of another argument or a constant; it is never data if `kind` is None."""
     return Value(tuple(self._labels.fresh() for _ in shape), self._is_data(kind))
-
-  def note_result(self, loss: Value) -> None:
-    """Notes that a penalty uses the leaves that enter the loss without having met data."""
-    self.uses.append([Use(leaf, UseKind.PENALTY) for leaf in sorted(loss.leaves)])
 
   def batch_axes(self) -> list[_uses.Axes]:
     """Returns for each leaf its axes along which each slice of the data has a separate kernel."""
@@ -171,8 +146,8 @@ class LeafWalk(_jaxpr.Interpreter[Value]):
 
   def constant(self, value: jax.typing.ArrayLike) -> Value:
     made = self.argument(np.shape(value), DataKind.CONSTANT if np.size(value) > 1 else None)
-    numbers = None if made.data else _numbers.numbers_of(value)
-    return made._replace(counted=True, numbers=numbers)
+    number = None if made.data else _numbers.number_of(value)
+    return made._replace(counted=True, number=number)
 
   def join(self, values: Sequence[Value]) -> Value:
     # The result has the labels of the first value, so that the carry of a loop reaches a fixpoint.
@@ -180,11 +155,10 @@ class LeafWalk(_jaxpr.Interpreter[Value]):
     return Value(
       tuple(map(self._labels.unite, labels)),
       any(v.data for v in values),
-      functools.reduce(operator.or_, (v.met for v in values)),
       frozenset().union(*(v.leaves for v in values)),
       any(v.penalty for v in values) and all(v.penalty or not v.leaves for v in values),
       all(v.counted for v in values),
-      values[0].numbers if len({v.numbers for v in values}) == 1 else None,
+      values[0].number if len({v.number for v in values}) == 1 else None,
       _unique(m for v in values for m in v.axis_maps),
     )
 
@@ -197,30 +171,25 @@ class LeafWalk(_jaxpr.Interpreter[Value]):
       # The equation makes a key from integers of the batch. Arrays drawn from the key are noise, so
       # the key counts as data only if noise does.
       data = data and self._is_data(DataKind.NOISE)
-    met = 0
     if data:
-      met = self._note_meeting(inputs)
       self._note_uses(equation, inputs)
     else:
       inputs = self._note_generated(equation, inputs)
-    if equation.primitive.name == "stop_gradient":
-      met = 0  # a detached pass of the model is data like a batch
     leaves = frozenset() if data else frozenset().union(*(v.leaves for v in inputs))
     summed = any(
       v.penalty or (v.leaves and atom.aval.size > 1 and not (rule.is_lookup or rule.is_entrywise))
       for v, atom in zip(inputs, equation.invars, strict=True)
     )
     counted = not data and not leaves and all(v.counted for v in inputs)
-    numbers = _numbers.compute(equation, [v.numbers for v in inputs]) if counted else None
+    number = _numbers.compute(equation, [v.number for v in inputs]) if counted else None
     values = [
       Value(
         self._result_labels(equation, inputs, result),
         data,
-        met,
         leaves,
         bool(leaves) and summed and not variable.aval.shape,
         counted,
-        numbers,
+        number,
         _result_axis_maps(equation, inputs, result),
       )
       for result, variable in enumerate(equation.outvars)
@@ -232,112 +201,39 @@ class LeafWalk(_jaxpr.Interpreter[Value]):
   def loop(
     self, equation: _types.Equation, body: _types.Jaxpr, inputs: list[Value], carry: slice
   ) -> list[Value]:
-    begins = {i: inputs[i].numbers for i in range(carry.start, carry.stop)}
-    counters = _numbers.counters(equation, body, begins, carry)
     arguments = [
-      value._replace(numbers=counters[i]) if i in counters else value
-      for i, value in enumerate(inputs[: carry.stop])
+      *inputs[: carry.start],
+      *(value._replace(number=None) for value in inputs[carry]),  # may be a counter
+      *map(self._slice, inputs[carry.stop :]),
     ]
-    is_reversed = equation.params.get("reverse", False)
-    arguments += [self._slice(value, is_reversed) for value in inputs[carry.stop :]]
-    self._note_scan(equation, inputs, carry)
-    outer = self._loop, self._met_in_loop
-    # Calls of one jitted function share their equations, so the place in the program numbers loops.
-    self._loop = loop = len(self.shared_by)
-    self._met_in_loop = 0
-    self.shared_by.append(0)
-    noted: list[list[Any]] = [self.uses, self.early_uses, self.expert_uses, self.unknown_uses]
-    noted += [self.scans, self.shared_by]
+    # An axis that the scan slices is known, even if nothing uses the slices.
+    slices = [m for value in arguments[carry.stop :] for m in value.axis_maps]
+    self.unknown_uses += [_uses.of_entries(m, UseKind.UNKNOWN) for m in slices]
+    noted = (self.uses, self.early_uses, self.expert_uses, self.unknown_uses)
     lengths = list(map(len, noted))
 
     def run_iteration(inputs: list[Value]) -> list[Value]:
       # Drop the notes of the previous iteration, so that each use is noted once.
       for notes, length in zip(noted, lengths, strict=True):
         del notes[length:]
-      outputs = self.run(body, inputs)
-      for i, numbers in counters.items():
-        outputs[i - carry.start] = outputs[i - carry.start]._replace(numbers=numbers)
-      return outputs
+      return self.run(body, inputs)
 
     outputs = self.find_fixpoint(run_iteration, arguments, carry)
-    constants = frozenset().union(*(v.leaves for v in inputs[: carry.start]))
-    self.shared_by[loop] = self._met_in_loop & _as_bits(constants)
-    self._loop, met = outer
-    self._met_in_loop |= met
     carries = carry.stop - carry.start
-    outputs = [value._replace(numbers=None) for value in outputs]
     return [*outputs[:carries], *map(self._stack, outputs[carries:])]
-
-  def branches(self, branches: Sequence[_types.Jaxpr], inputs: list[Value]) -> list[Value]:
-    results = []
-    noted: set[int] = set()
-    for branch in branches:
-      start = len(self.uses)
-      results.append(self.run(branch, inputs))
-      # A leaf that several branches use counts as used once in the order of uses.
-      branch_uses = self.uses[start:]
-      self.uses[start:] = [[use for use in uses if use.leaf not in noted] for uses in branch_uses]
-      self.early_uses += [use for uses in branch_uses for use in uses if use.leaf in noted]
-      noted |= {use.leaf for uses in branch_uses for use in uses}
-    return list(map(self.join, zip(*results, strict=True)))
 
   def _is_data(self, kind: DataKind | None) -> bool:
     return kind is not None and kind <= self._definition
 
-  def _slice(self, value: Value, is_reversed: bool) -> Value:
+  def _slice(self, value: Value) -> Value:
     """Returns the value of one slice of an array, as the body of a scan gets it."""
     axis_maps = _unique(m.first_slice() for m in value.axis_maps)
-    numbers = value.numbers[::-1] if value.numbers and is_reversed else value.numbers
-    return value._replace(axis_maps=axis_maps, labels=value.labels[1:], numbers=numbers)
+    return value._replace(axis_maps=axis_maps, labels=value.labels[1:])
 
   def _stack(self, value: Value) -> Value:
     """Returns the value of a scan's output, which stacks the values of the steps."""
     axis_maps = _unique(m.stack() for m in value.axis_maps)
     return value._replace(axis_maps=axis_maps, labels=(self._labels.fresh(), *value.labels))
-
-  def _note_scan(self, equation: _types.Equation, inputs: list[Value], carry: slice) -> None:
-    """Notes a scan if it runs over layers: it has a carry, and slices leaves."""
-    sliced = inputs[carry.stop :]
-    # The steps of a scan without a carry are independent, so its slices are not layers in a row.
-    if not sliced or carry.stop == carry.start or not equation.params["length"]:
-      return
-    outer = {leaf for scan in self.scans for leaf in scan.axis_of}
-    axes: dict[int, dict[int, int]] = {}  # of the leaves with each number of layers
-    for axis_map in (m for value in sliced for m in value.axis_maps if m.leaf not in outer):
-      shape = self.shapes[axis_map.leaf]
-      axis = axis_map.axis_of_layers(shape)
-      if axis is not None:
-        axes.setdefault(shape[axis], {})[axis_map.leaf] = axis
-    constants = (m for value in inputs[: carry.start] for m in value.axis_maps)
-    shared = frozenset(m.leaf for m in constants if not m.sliced)
-    self.scans += [
-      _layer_scans.LayerScan(
-        tuple(sorted(some.items())), shared, length, equation.params["reverse"]
-      )
-      for length, some in axes.items()
-    ]
-
-  def _note_meeting(self, inputs: list[Value]) -> int:
-    """Notes which leaves meet data in an equation; returns the leaves that now have met data."""
-    met = functools.reduce(operator.or_, (v.met for v in inputs))
-    meeting: dict[int, set[frozenset[_axis_map.Pick]]] = {}
-    for value in inputs:
-      if not value.penalty:
-        for leaf in value.leaves:
-          meeting.setdefault(leaf, set())
-        if not value.data:
-          for axis_map in value.axis_maps:
-            meeting[axis_map.leaf].add(axis_map.picks)
-    self.num_meetings += any(leaf not in self.upstream for leaf in meeting)
-    for leaf, entries in meeting.items():
-      self.upstream.setdefault(leaf, met)
-      self.ever_upstream[leaf] = self.ever_upstream.get(leaf, 0) | met
-      for picks in entries or [frozenset[_axis_map.Pick]()]:
-        note = _layer_scans.Meeting(leaf, picks, self._loop, bool(met >> leaf & 1))
-        self.meetings.setdefault((leaf, picks), note)
-    leaves = _as_bits(meeting)
-    self._met_in_loop |= leaves
-    return met | leaves
 
   def _result_labels(
     self, equation: _types.Equation, inputs: list[Value], result: int
@@ -379,12 +275,11 @@ class LeafWalk(_jaxpr.Interpreter[Value]):
   def _note_uses(self, equation: _types.Equation, inputs: list[Value]) -> None:
     """Notes the uses of the leaves that meet data in an equation."""
     product = _primitives.product_of(equation)
-    met: set[int] = set()  # outside of penalties
-    uses: list[Use] = []
+    meeting: set[int] = set()
     for operand, value in enumerate(inputs):
       if value.penalty:
         continue
-      met |= value.leaves
+      meeting |= value.leaves
       inputs_of_kernels = []
       if product is not None and operand < 2 and not value.data:
         inputs_of_kernels = _uses.inputs_of_kernels(
@@ -406,17 +301,10 @@ class LeafWalk(_jaxpr.Interpreter[Value]):
           self._note_product(product, operand, inputs)
           if value.data:
             self.expert_uses.append(use)
-            # The leaf has met a mask or an index before. Now it meets its input.
-            self.upstream[use.leaf] |= other.met
-            self.ever_upstream[use.leaf] |= other.met
         if not value.data:
-          uses.append(use)
-    uses += [Use(leaf, UseKind.UNCLEAR) for leaf in met - {use.leaf for use in uses}]
-    uses.sort(key=lambda use: use.leaf)
-    in_penalties = frozenset().union(*(v.leaves for v in inputs)) - met
-    uses += [Use(leaf, UseKind.PENALTY) for leaf in sorted(in_penalties)]
-    if uses:
-      self.uses.append(uses)
+          self.uses.append(use)
+    self.num_meetings += not meeting <= self._met
+    self._met |= meeting
 
   def _note_generated(self, equation: _types.Equation, inputs: list[Value]) -> list[Value]:
     """Notes the use of a kernel in a product without data; returns the operands `inputs`.
@@ -492,10 +380,6 @@ def _is_scaled(equation: _types.Equation, operand: int, axis_map: AxisMap) -> bo
   )
 
 
-def _as_bits(leaves: Iterable[int]) -> int:
-  return functools.reduce(operator.or_, (1 << leaf for leaf in leaves), 0)
-
-
 def _result_axis_maps(
   equation: _types.Equation, inputs: list[Value], result: int
 ) -> tuple[AxisMap, ...]:
@@ -513,8 +397,8 @@ def _result_axis_maps(
         continue
       moved = _primitives.move(equation, operand, axis_map, result, by_data)
       if moved is not None and moved.picks != axis_map.picks:
-        indices = _numbers.picked(equation, result, [v.numbers for v in inputs])
-        moved = moved.with_indices(axis_map, indices)
+        numbers = _numbers.picked(equation, result, [v.number for v in inputs])
+        moved = moved.with_numbers(axis_map, numbers)
       if moved is not None:
         found.append(moved)
   is_mixed = _primitives.rule_of(equation).is_pointwise and equation.primitive.name != "select_n"

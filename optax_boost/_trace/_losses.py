@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import optax
 
-from optax_boost._foundation import _batches, _checks, _mesh_axes, _tree_checks, _types
+from optax_boost._foundation import _checks, _mesh_axes, _tree_checks, _types
 from optax_boost._trace import _jaxpr
 
 
@@ -58,7 +58,7 @@ def trace(
       raise
     raise ValueError(
       f"`loss_fn` must be traced with its named axis: {str(error).partition('.')[0]}. Pass the name"
-      ' to `layer_groups` or `layer_axes`, as axis_name="batch", or a tuple of names.'
+      ' to `layer_axes`, as axis_name="batch", or a tuple of names.'
     ) from error
 
 
@@ -71,10 +71,10 @@ def _with_axis(function: _types.LossFn, axis: str) -> _types.LossFn:
 def data_flags(loss_fn: _types.LossFn, args: tuple[_types.Tree, ...]) -> list[bool | None]:
   """Returns, for each leaf of a loss's arguments after the params, True if it is data, else None.
 
-  Model states and ``Constants`` are not data.
+  A model state is not data.
   """
   state, data = (args[:1], args[1:]) if is_stateful(loss_fn) else ((), args)
-  return [*[None] * len(jax.tree.leaves(state)), *_batches.data_flags(data)]
+  return [*[None] * len(jax.tree.leaves(state)), *[True] * len(jax.tree.leaves(data))]
 
 
 def stateful(loss_fn: _types.LossFn) -> _types.LossFn:

@@ -20,7 +20,6 @@ class UseKind(enum.Enum):
   CONTRACTED = enum.auto()  # a product with data sums over axes of the leaf
   GENERATED = enum.auto()  # a product with an operand that is not data sums over axes of the leaf
   ENTRYWISE = enum.auto()  # the equation sums over no axis of the leaf, such as adding a bias
-  PENALTY = enum.auto()  # the operand is a scalar that sums up params alone, as an L2 penalty
   UNCLEAR = enum.auto()  # anything else
   UNKNOWN = enum.auto()  # no rule tells which axes of the leaf a result of the equation holds
 

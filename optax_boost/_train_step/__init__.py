@@ -6,12 +6,11 @@ It knows no method by name: the class of a method's state declares what the meth
   _loss_output             brings the outputs of a loss into one form
   _replaced_values         finds the values that the gradient replaces, as in Flax's fp8 layers
   _traced_loss             the loss as a jaxpr, which is traced only if it is needed
-  _state_requests          the loss scale and the frozen layers that the optimizer state asks for
-  _requested_metrics       gradient norm and learning rate, reported when asked for
+  _frozen_layers           the layers that a step freezes
   _objective               the loss and its gradient as functions of the params
   _train_state             ``TrainState``, the state that a step takes and returns
   _state_placement         places the arrays of a train state on devices
-  _metrics                 ``flatten_metrics``: metrics as numbers by name
+  _metrics                 what a step reports, and ``flatten_metrics``: metrics as numbers by name
   _frozen_statistics       keeps the BatchNorm statistics of frozen layers unchanged
   _written_params          finds the params that a forward pass has changed
   _rejected_batch          restores statistics if a wrapper leaves a batch out
@@ -35,7 +34,4 @@ from optax_boost._train_step._state_placement import (
 from optax_boost._train_step._step import TrainStep as TrainStep, make_train_step as make_train_step
 from optax_boost._train_step._step_computation import StepComputation as StepComputation
 from optax_boost._train_step._train_state import TrainState as TrainState
-from optax_boost._train_step._written_params import (
-  copied_inputs as copied_inputs,
-  with_written_params as with_written_params,
-)
+from optax_boost._train_step._written_params import with_written_params as with_written_params

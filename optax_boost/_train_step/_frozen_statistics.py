@@ -31,88 +31,39 @@ def hold_statistics(
 
   `before` and `after` are the model states before and after the forward pass. `groups` has the
   group of each leaf of `params`, and the first `depth` groups are frozen. A statistic belongs to
-  the layer whose params have the same path, apart from the names of Linen's collections. If there
-  is no such layer, or its params are in several groups, the program of the loss places the
-  statistic: it is frozen if all params that it depends on are frozen. A statistic that depends on
-  data alone is frozen with group 0. A count is an integer, or depends on neither params nor data.
-  It is frozen with the statistics of its module that are computed from it; without any, it is never
-  frozen. Unsigned integers, which are keys and counts of draws, are never frozen. A leaf of
-  `before` may stack the statistics of several layers; the program tells the axis of the layers.
+  the innermost module around it that has params, its own or further inside, and is frozen with the
+  last group of these params. (Names of Linen's collections don't count.) A statistic of the root,
+  such as a mean of the targets, is never frozen. Unsigned integers, which are keys and counts of
+  draws, are never frozen. A leaf of `before` may stack the statistics of several layers; the
+  program tells the axis of the layers.
   """
   if isinstance(depth, np.integer) and depth == 0:
     return after
   # Leaves are matched by path, since a loss may return other containers or more statistics.
+  keys = _paths.leaf_keys(before)
   numbers = {path: number for number, path in enumerate(_paths.leaf_paths(before))}
-  paths, modules = _paths.leaf_paths(after), _module_paths(after)
   old_leaves, leaves = jax.tree.leaves(before), jax.tree.leaves(after)
-  carried = {numbers[path]: i for i, path in enumerate(paths) if path in numbers}
   # An array that the loss returns unchanged, such as an adapter's base weight, is not a statistic.
   old_ids = set(map(id, old_leaves))
-  statistics = [
-    (number, i)
-    for number, i in carried.items()
-    if id(leaves[i]) not in old_ids
+  changed = {
+    keys[numbers[path]]: (numbers[path], i)
+    for i, path in enumerate(_paths.leaf_paths(after))
+    if path in numbers
+    and id(leaves[i]) not in old_ids
     and _is_number(leaves[i])
-    and jnp.shape(leaves[i]) == jnp.shape(old_leaves[number])
-    and not _replaced_values.in_collection(paths[i])
-  ]
-  if not statistics:
-    return after
-  by_path = _groups_by_path(params, groups)
-  is_placed = all(_is_inexact(leaves[i]) and modules[i] in by_path for _, i in statistics)
-  sources = [] if is_placed else traced.statistics_sources(carried)
-  axes = traced.statistics_axes() if any(np.size(group) > 1 for group in groups) else {}
-  placed: dict[int, np.ndarray] = {}
-  counts: list[tuple[int, int]] = []
-  for number, i in statistics:
-    if _is_inexact(leaves[i]) and modules[i] in by_path:
-      placed[i] = by_path[modules[i]]
-    elif _is_inexact(leaves[i]) and (sources[i].params or sources[i].is_of_data):
-      num_layers = leaves[i].shape[axes[number]] if number in axes else 1
-      placed[i] = _group_by_trace(sources[i].params, groups, num_layers)
-    else:
-      counts.append((number, i))
-  frozen = dict(placed)
-  for number, i in counts:
-    counted = [
-      group
-      for j, group in placed.items()
-      if modules[j] == modules[i] != "" and number in sources[j].statistics
-    ]
-    if counted:
-      frozen[i] = _last_group(counted)
-  for number, i in statistics:
-    if i in frozen:
-      old, new = old_leaves[number], leaves[i]
-      group = _along(axes.get(number), frozen[i], new)
-      leaves[i] = _layer_groups.select_frozen(depth, group, old, new)
-  return jax.tree.unflatten(jax.tree.structure(after), leaves)
-
-
-def _groups_by_path(
-  params: optax.Params, groups: Sequence[_layer_groups.GroupNumber]
-) -> dict[str, np.ndarray]:
-  """Returns the groups of the modules whose params are in one group, without the root."""
-  modules = _groups_of_modules(params, groups).items()
-  return {
-    module: first
-    for module, (first, *others) in modules
-    if module and all(np.array_equal(first, group) for group in others)
+    and jnp.shape(leaves[i]) == jnp.shape(old_leaves[numbers[path]])
+    and not _replaced_values.in_collection(path)
   }
+  values = {key: leaves[i] for key, (_, i) in changed.items()}
 
+  def axes() -> dict[int, int]:
+    found = traced.statistics_axes()
+    return {n: found[old] for n, (old, _) in enumerate(changed.values()) if old in found}
 
-def _group_by_trace(
-  sources: Sequence[int], groups: Sequence[_layer_groups.GroupNumber], num_layers: int
-) -> np.ndarray:
-  """Returns the last group of the params that a statistic depends on, for each of its layers.
-
-  `sources` are the indices of these params, whose groups are in `groups`.
-  """
-  if not sources:
-    return np.array([0])
-  # A layer depends on the layers before it, too, whose groups come first.
-  flat = map(np.ravel, [groups[i] for i in sources])
-  return _last_group([group if group.size == num_layers else np.max(group) for group in flat])
+  placed = groups_of_values(before, values, params, groups, axes)
+  for group, (old, i) in zip(placed, changed.values(), strict=True):
+    leaves[i] = _layer_groups.select_frozen(depth, group, old_leaves[old], leaves[i])
+  return jax.tree.unflatten(jax.tree.structure(after), leaves)
 
 
 def groups_of_values(
@@ -122,24 +73,31 @@ def groups_of_values(
   groups: Sequence[_layer_groups.GroupNumber],
   find_axes: Callable[[], Mapping[int, int]],
 ) -> list[_layer_groups.GroupNumber]:
-  """Returns the groups of `values`, entries of a model state by path, which the gradient replaces.
+  """Returns the groups of `values`, entries of a model state by path.
 
-  A value belongs to the innermost module around it that has params; if there is none, the first
-  names of its path don't count, such as the index of a tuple that holds the variables. The other
-  arguments are those of :func:`hold_statistics`.
+  A value belongs to the innermost module around it that has params. If no path begins with the name
+  of such a module, the first names of all paths don't count, such as the index of a tuple that
+  holds the variables. The other arguments are those of :func:`hold_statistics`.
   """
   modules = _groups_of_modules(params, groups)
   axes = find_axes() if values and any(np.size(group) > 1 for group in groups) else {}
-  module_of = dict(zip(_paths.leaf_keys(model_state), _module_paths(model_state), strict=True))
+  names_of = {
+    path: module.split("/")
+    for path, module in zip(_paths.leaf_keys(model_state), _module_paths(model_state), strict=True)
+  }
+
+  def modules_around(names: Sequence[str], start: int) -> list[str]:
+    around = ("/".join(names[start:end]) for end in range(len(names), start, -1))
+    return [module for module in around if module in modules]
+
+  starts = range(max(map(len, names_of.values()), default=0))
+  start = next((i for i in starts if any(modules_around(n, i) for n in names_of.values())), 0)
 
   def group_of(number: int, path: _types.KeyPath) -> _layer_groups.GroupNumber:
-    names = module_of[path].split("/")
-    spans = [(start, end) for start in range(len(names)) for end in range(len(names), start, -1)]
-    around = [*("/".join(names[start:end]) for start, end in spans), ""]
-    module = next(filter(modules.__contains__, around), None)
-    if module is None:
+    around = modules_around(names_of[path], start)
+    if not around:  # the root, a part of which is never frozen
       return NEVER_FROZEN
-    return _along(axes.get(number), _last_group(modules[module]), values[path])
+    return _along(axes.get(number), _last_group(modules[around[0]]), values[path])
 
   return [group_of(number, path) for number, path in enumerate(values)]
 
@@ -147,10 +105,12 @@ def groups_of_values(
 def _groups_of_modules(
   params: optax.Params, groups: Sequence[_layer_groups.GroupNumber]
 ) -> dict[str, list[np.ndarray]]:
-  """Returns for each module the groups of its params: a number, or one for each layer."""
+  """Returns for each module the groups of the params in it: a number, or one for each layer."""
   modules: dict[str, list[np.ndarray]] = {}
   for module, group in zip(_module_paths(params), groups, strict=True):
-    modules.setdefault(module, []).append(np.ravel(group))
+    names = module.split("/") if module else []
+    for end in range(len(names) + 1):
+      modules.setdefault("/".join(names[:end]), []).append(np.ravel(group))
   return modules
 
 

@@ -1,10 +1,78 @@
-"""``flatten_metrics``: turns the metrics of a train step into named numbers for loggers."""
+"""The metrics that a train step returns, and ``flatten_metrics``, which makes numbers of them."""
+
+from collections.abc import Mapping, Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_boost._foundation import _checks, _paths, _types
+from optax_boost._form import _finiteness, _protocol
+from optax_boost._foundation import _arrays, _checks, _paths, _trees, _types
+
+# The metrics that a step reports only when asked for.
+_GRADIENT_NORM, _LEARNING_RATE = "gradient_norm", "learning_rate"
+# The second is the state of optimizers that optax's releases before 0.1.9 have saved.
+_INJECTED = (optax.InjectStatefulHyperparamsState, optax.InjectHyperparamsState)
+
+
+def check_names(names: _types.Unchecked) -> tuple[str, ...]:
+  """Returns the names of the metrics; raises TypeError or ValueError if one is unknown."""
+  if not isinstance(names, list | tuple):
+    raise TypeError(
+      '`metrics` must be a tuple of names, as in metrics=("gradient_norm", "learning_rate"); got'
+      f" {_checks.shorten(names)}."
+    )
+  for i, name in enumerate(names):
+    _checks.check_name(f"metrics[{i}]", name, (_GRADIENT_NORM, _LEARNING_RATE))
+  return tuple(names)
+
+
+def step_metrics(
+  names: Sequence[str],
+  loss: _types.FloatScalar,
+  gradients: optax.Updates,
+  loss_scale: _types.FloatScalar | None,
+  opt_state: optax.OptState,
+  left_out: _types.BoolScalar | None,
+) -> _types.Metrics:
+  """Returns the loss, what the states declare as metrics, and the metrics in `names`.
+
+  `opt_state` is the optimizer's state after the step. `left_out` says whether a wrapper left the
+  batch out. If so, ``skipped/loss`` is 1 if the loss is not finite, else ``skipped/gradients``. If
+  no wrapper can leave batches out, `left_out` is None, and there are no such metrics.
+  """
+  metrics = {"loss": loss, **_protocol.read_metrics(opt_state)}
+  if left_out is not None:
+    finite = _finiteness.finite_entries(loss)
+    metrics["skipped/loss"] = (left_out & ~finite).astype(jnp.int32)
+    metrics["skipped/gradients"] = (left_out & finite).astype(jnp.int32)
+  if _GRADIENT_NORM in names:
+    norm = jnp.sqrt(_arrays.sum_squares_of_tree(gradients)).astype(jnp.float32)
+    metrics[_GRADIENT_NORM] = norm if loss_scale is None else norm / loss_scale
+  if _LEARNING_RATE in names:
+    rates = _learning_rates(opt_state)
+    metrics |= {f"{_LEARNING_RATE}_{i}" if i else _LEARNING_RATE: r for i, r in enumerate(rates)}
+  return metrics
+
+
+def _learning_rates(opt_state: optax.OptState) -> list[jax.Array]:
+  """Returns the rates that ``optax.inject_hyperparams`` keeps; ValueError if it keeps none."""
+  # By the states' types: a param, or the state of a schedule, may be called "learning_rate", too.
+  injected: list[Mapping[str, jax.Array]] = [
+    node.hyperparams for node in _trees.nodes(opt_state) if isinstance(node, _INJECTED)
+  ]
+  # Optax keeps a rate in the params' dtype, which may be complex.
+  rates = [jnp.real(each[_LEARNING_RATE]) for each in injected if _LEARNING_RATE in each]
+  if not rates:
+    raise ValueError(
+      'metrics=("learning_rate",) needs a learning rate in the optimizer\'s state, where only'
+      " `optax.inject_hyperparams` keeps it; got"
+      f" {_checks.shorten(jax.tree.structure(opt_state), 200)}. Make the optimizer with"
+      " `optax.inject_hyperparams(optax.adamw)(learning_rate=...)`, which takes a number or a"
+      " schedule."
+    )
+  return rates
 
 
 def flatten_metrics(

@@ -11,7 +11,7 @@ import optax
 
 from optax_boost._foundation import _extra_args, _masks, _types
 from optax_boost._trace import _frozen_scans, _layer_groups
-from optax_boost._train_step import _replaced_values, _state_requests, _traced_loss
+from optax_boost._train_step import _frozen_layers, _replaced_values, _traced_loss
 
 # A function from ``(params, values)`` to ``(loss, aux)``, where the gradient replaces the values.
 LossWithAux: TypeAlias = Callable[[_traced_loss.Differentiated], tuple[_types.FloatScalar, Any]]
@@ -27,7 +27,7 @@ class Objective:
     traced: the loss as a jaxpr, which is used if only some of the layers in a leaf are frozen.
     values: the values that the gradient replaces (:mod:`optax_boost._train_step._replaced_values`).
     value_groups: the group of the layer of each value.
-    scaling: the loss scale, or None.
+    loss_scale: scalar float32, the factor of the loss that is differentiated, or None.
     freezing: the frozen layers, or None.
     must_depend: whether to raise an error if the loss does not depend on the params.
   """
@@ -36,8 +36,8 @@ class Objective:
   traced: _traced_loss.TracedLoss
   values: Sequence[jax.Array]
   value_groups: Sequence[_layer_groups.GroupNumber]
-  scaling: _state_requests.ScaleRequest | None
-  freezing: _state_requests.FreezeRequest | None
+  loss_scale: _types.FloatScalar | None
+  freezing: _frozen_layers.FrozenLayers | None
   must_depend: bool = False
 
   def value_and_grad(
@@ -52,19 +52,20 @@ class Objective:
     # is not checked then, since it may depend on frozen layers only.
     if self.must_depend and (self.freezing is None or not self.freezing.is_static):
       loss = _check_dependence(loss)
-    if self.scaling is None:
+    if self.loss_scale is None:
       output, derivatives = jax.value_and_grad(loss, has_aux=True)((params, self.values))
     else:
-      apply_scale = self.scaling.apply
+      loss_scale = self.loss_scale
 
       def scaled(inputs: _traced_loss.Differentiated) -> tuple[_types.FloatScalar, Any]:
         value, aux = loss(inputs)
-        return apply_scale(value), (value, aux)
+        # In float32, since the product may overflow in float16.
+        return value.astype(jnp.float32) * loss_scale, (value, aux)
 
       derivatives, output = jax.grad(scaled, has_aux=True)((params, self.values))
     gradients, new_values = derivatives
     gradients = steepest_ascent(gradients)
-    if self.scaling is not None and self.values:
+    if self.loss_scale is not None and self.values:
       # Quantization clips infinite gradients to finite ones, so the gradients of the params may not
       # show that the scaled loss has overflowed.
       overflow = _replaced_values.lost(self.values, new_values)

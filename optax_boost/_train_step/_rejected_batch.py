@@ -9,24 +9,7 @@ already changed statistics, counts of random numbers and, in some layers, params
 import jax
 import jax.numpy as jnp
 
-from optax_boost._form import _finiteness
 from optax_boost._foundation import _paths, _trees, _types
-
-
-def skip_metrics(rejected: _types.BoolScalar | None, loss: _types.FloatScalar) -> _types.Metrics:
-  """Returns the metrics ``skipped/loss`` and ``skipped/gradients``, which are 0 or 1.
-
-  `rejected` says whether a wrapper left the batch out. If so, one metric is 1: ``skipped/loss`` if
-  the loss is not finite, otherwise ``skipped/gradients``. If no wrapper can leave batches out,
-  `rejected` is None, and an empty dict is returned.
-  """
-  if rejected is None:
-    return {}
-  finite = _finiteness.finite_entries(loss)
-  return {
-    "skipped/loss": (rejected & ~finite).astype(jnp.int32),
-    "skipped/gradients": (rejected & finite).astype(jnp.int32),
-  }
 
 
 def keep_if_rejected(

@@ -16,8 +16,8 @@ from optax_boost._trace import _losses
 from optax_boost._train_step import (
   _background_compilation,
   _frozen_depth,
+  _metrics,
   _replaced_values,
-  _requested_metrics,
   _state_placement,
   _step_computation,
   _train_state,
@@ -31,8 +31,7 @@ class TrainStep:
     self.computation = computation
     donated = (0,) if donate else ()
     self._step = jax.jit(computation.step, donate_argnums=donated, static_argnums=(4, 5))
-    # The key is the tree structure of the optimizer state.
-    self._depths: dict[_types.TreeDef, _frozen_depth.DepthReader] = {}
+    self._depth = _frozen_depth.DepthReader(computation.tx)
 
   def init(
     self, params: optax.Params, model_state: _types.ModelState = None
@@ -107,11 +106,10 @@ class TrainStep:
       two methods report the same name, the second is called, for example, ``trust_ratio_1``.
     """
     _check_call(state, rng)
-    depths = self._depth_reader(state)
-    depth, steps = depths.read(state.opt_state)
-    placed = _state_placement.commit_like(state, (batch, rng))
-    placement = _state_placement.placement(placed)
     try:
+      depth, steps = self._depth.read(state.opt_state)
+      placed = _state_placement.commit_like(state, (batch, rng))
+      placement = _state_placement.placement(placed)
       state, metrics = self._step(placed, batch, rng, self.computation.data, depth, placement)
     except (RuntimeError, ValueError) as error:
       _explain_deleted(error, state=state, batch=batch, rng=rng)
@@ -119,7 +117,7 @@ class TrainStep:
     except TypeError:
       _tree_checks.check_traceable("batch", batch)
       raise
-    depths.remember(state.opt_state, depth, steps)
+    self._depth.remember(state.opt_state, depth, steps)
     return state, metrics
 
   def refresh(
@@ -245,19 +243,13 @@ class TrainStep:
     ``jax.jit(step).lower(state, batch)``. In that program, frozen layers save no time.
     """
     _check_call(state, rng)
-    depth, _ = self._depth_reader(state).read(state.opt_state)
+    depth, _ = self._depth.read(state.opt_state)
     placement = _state_placement.placement(state)
     try:
       return self._step.lower(state, batch, rng, self.computation.data, depth, placement)
     except TypeError:
       _tree_checks.check_traceable("batch", batch)
       raise
-
-  def _depth_reader(self, state: _train_state.TrainState) -> _frozen_depth.DepthReader:
-    structure = jax.tree.structure(state.opt_state)
-    if structure not in self._depths:
-      self._depths[structure] = _frozen_depth.DepthReader(state.opt_state)
-    return self._depths[structure]
 
 
 def _check_variables(params: _types.Unchecked) -> None:
@@ -376,7 +368,7 @@ def make_train_step(
     "has_model_state": has_model_state,
     "hold_frozen_statistics": hold_frozen_statistics,
     "weight": weight,
-    "metrics": _requested_metrics.check_names(metrics),
+    "metrics": _metrics.check_names(metrics),
   }
   for name in ("has_aux", "has_model_state", "hold_frozen_statistics"):
     _checks.check_bool(name, options[name])

@@ -26,17 +26,17 @@ import optax
 
 from optax_boost._form import _protocol, _skipped_steps, _state_check
 from optax_boost._foundation import _checks, _types, _warnings
-from optax_boost._step import _apply_gradients, _nesting
+from optax_boost._step import _apply_gradients, _nesting, _slots
 from optax_boost._trace import _layer_axes, _layer_groups, _losses
 from optax_boost._train_step import (
+  _frozen_layers,
   _frozen_statistics,
   _loss_output,
+  _metrics,
   _objective,
   _rejected_batch,
   _replaced_values,
-  _requested_metrics,
   _state_placement,
-  _state_requests,
   _traced_loss,
   _train_state,
   _written_params,
@@ -125,7 +125,7 @@ class StepComputation:
     """
     _checks.check_key("rng", rng)
     _state_check.check(self.tx, state.opt_state, state.params)
-    _nesting.check(state.opt_state, state.params)
+    _nesting.check(state.opt_state, self.tx)
     rngs = () if rng is None else (jax.random.fold_in(rng, state.step),)
     arguments = (state.model_state, batch, *rngs)
     replaced = _replaced_values.find(state.model_state)
@@ -138,9 +138,10 @@ class StepComputation:
       return self.loss(params, _replaced_values.write(model_state, paths, values), *data)
 
     traced = _traced_loss.TracedLoss(run_loss, (state.params, values), arguments)
-    scaling = _state_requests.scale_request(state.opt_state)
-    freezing, opt_state = _state_requests.freeze_request(state.opt_state, state.params, depth)
-    if freezing is not None and depth is None:
+    step = _slots.step_of(self.tx)
+    loss_scale = state.opt_state.scaling.loss_scale if step and step.scaling else None
+    freezing = _frozen_layers.frozen_layers(self.tx, state.opt_state, state.params, depth)
+    if freezing is not None and not freezing.is_static:
       self._warn_once(_TRACED_DEPTH)
     # A method that reads `layers` needs the loss as a jaxpr. The step then computes the loss from
     # this jaxpr, so that the user's function is traced once.
@@ -154,7 +155,7 @@ class StepComputation:
       )
     must_depend = not self.losses_checked
     objective = _objective.Objective(
-      loss, traced, values, value_groups, scaling, freezing, must_depend
+      loss, traced, values, value_groups, loss_scale, freezing, must_depend
     )
     (value, (model_state, aux)), grad, new_values = objective.value_and_grad(state.params)
     self.losses_checked.add(True)
@@ -184,13 +185,12 @@ class StepComputation:
         self._warn_once(_UNUSED_WEIGHT)
     if self.has_model_state or _losses.is_stateful(self.loss_fn):
       extra["model_state"] = model_state
-    params, opt_state = _apply_gradients.step_in_place(self.tx, grad, opt_state, start, extra)
-    rejected = _skipped_steps.left_out(state.opt_state, opt_state)
-    metrics = {"loss": value, **_protocol.read_metrics(opt_state)}
-    metrics |= _rejected_batch.skip_metrics(rejected, value)
-    metrics |= _requested_metrics.requested_metrics(self.metrics, grad, scaling, opt_state)
     if freezing is not None:
-      # `freezing` was read from the old state. The new state holds the number for the next step.
+      extra["frozen_groups"] = freezing.depth
+    params, opt_state = _apply_gradients.step_in_place(self.tx, grad, state.opt_state, start, extra)
+    rejected = _skipped_steps.left_out(state.opt_state, opt_state)
+    metrics = _metrics.step_metrics(self.metrics, value, grad, loss_scale, opt_state, rejected)
+    if freezing is not None:
       metrics["frozen_groups"] = freezing.num_frozen()
     if self.has_aux:
       metrics["aux"] = aux

@@ -4,39 +4,23 @@ The loss is a function of ``(params, values)``, where `values` are the entries o
 that the gradient replaces (:mod:`optax_boost._train_step._replaced_values`).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 import functools
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import optax
 
-from optax_boost._foundation import _batches, _types
+from optax_boost._foundation import _types
 from optax_boost._trace import (
   _frozen_scans,
   _jaxpr,
   _layer_axes,
-  _layer_scans,
   _leaf_uses,
-  _sources,
 )
 
 # Params and replaced values: a pair.
 Differentiated: TypeAlias = tuple[optax.Params, Sequence[jax.Array]]
-
-
-class StatisticSources(NamedTuple):
-  """The leaves and data that a leaf of the new model state depends on, over any number of steps.
-
-  Attributes:
-    params: the indices of the params' leaves.
-    statistics: the indices of the leaves of the old model state.
-    is_of_data: whether the leaf depends on data.
-  """
-
-  params: list[int]
-  statistics: list[int]
-  is_of_data: bool
 
 
 class TracedLoss:
@@ -76,13 +60,13 @@ class TracedLoss:
     """Returns the roles of the params' axes. The model state does not count as data."""
     (params, values), (model_state, *data) = self._inputs, self._arguments
     state_flags = [None] * (len(values) + len(jax.tree.leaves(model_state)))
-    flags = [*state_flags, *_batches.data_flags(data)]
+    flags = [*state_flags, *[True] * len(jax.tree.leaves(data))]
     return _layer_axes.describe(_leaf_uses.follow(self.program, params, flags))
 
   def value_axes(self) -> dict[int, int]:
     """Returns along which axis each of the replaced values stacks layers, by index.
 
-    The dict lacks a value that neither a scan over layers slices, nor the program by an index.
+    The dict lacks a value that stacks no layers.
     """
     return self._layer_axes_of(len(jax.tree.leaves(self._inputs[0])), self._inputs[1])
 
@@ -90,42 +74,18 @@ class TracedLoss:
     """Returns along which axis each leaf of the model state stacks layers, like `value_axes`."""
     return self._layer_axes_of(len(jax.tree.leaves(self._inputs)), self._arguments[0])
 
-  def statistics_sources(self, carried: Mapping[int, int]) -> list[StatisticSources]:
-    """Returns for each leaf of the new model state the leaves and data that it depends on.
-
-    `carried` maps the index of a leaf of the old model state to its index in the new one.
-    """
-    (params, values), (model_state, batch, *rngs) = self._inputs, self._arguments
-    num_params, num_old = len(jax.tree.leaves(params)), len(jax.tree.leaves(model_state))
-    first, of_data = num_params + len(values), 1 << (num_params + num_old)
-    bits = [1 << i for i in range(num_params + num_old)]
-    arguments = [*bits[:num_params], *[0] * len(values), *bits[num_params:]]
-    arguments += [of_data if is_data else 0 for is_data in _batches.data_flags(batch)]
-    arguments += [0] * len(jax.tree.leaves(rngs))
-    # The first result is the loss, and the statistics come next.
-    pairs = {first + old: 1 + new for old, new in carried.items()}
-    results = _sources.sources_of_results(self.program, arguments, pairs, of_data)[1:]
-
-    def describe(sources: int) -> StatisticSources:
-      indices = [i for i, bit in enumerate(bits) if sources & bit]
-      params = [i for i in indices if i < num_params]
-      statistics = [i - num_params for i in indices if i >= num_params]
-      return StatisticSources(params, statistics, bool(sources & of_data))
-
-    return list(map(describe, results))
-
   def _layer_axes_of(self, first: int, tree: _types.Tree) -> dict[int, int]:
     """Returns the axes of the layers in `tree`, whose leaves are the inputs from `first` on."""
-    inputs = range(first, first + len(jax.tree.leaves(tree)))
-    axes = (pair for scan in self._scans for pair in scan.axes)
-    return {leaf - first: axis for leaf, axis in axes if leaf in inputs}
+    axes = self._axes_with_state[first : first + len(jax.tree.leaves(tree))]
+    return {i: of.stacked[0] for i, of in enumerate(axes) if of is not None and of.stacked}
 
   @functools.cached_property
-  def _scans(self) -> Sequence[_layer_scans.LayerScan]:
-    """Returns the scans over layers of params, replaced values and the model state."""
+  def _axes_with_state(self) -> Sequence[_layer_axes.Axes | None]:
+    """Returns the axes of params, replaced values and the model state, none of which is data."""
     model_state, *data = self._arguments
     leaves = (self._inputs, model_state)
-    return _leaf_uses.follow(self.program, leaves, _batches.data_flags(data)).scans
+    flags = [True] * len(jax.tree.leaves(data))
+    return _layer_axes.describe(_leaf_uses.follow(self.program, leaves, flags)).axes
 
   def _trace(self, inputs: Differentiated) -> tuple[_types.Jaxpr, _types.TreeDef]:
     """Returns the program for inputs of the types of `inputs`, and its output's structure."""

@@ -59,7 +59,7 @@ def take_written_params(
   if not all(copied):
     # `nnx.remat` and `nnx.jit` return all variables of their modules as new arrays, so only the
     # equations of the program show which params are copies.
-    copied = copied_inputs(program, count, param_outputs)
+    copied = _copied_inputs(program, count, param_outputs)
   written = jax.tree.leaves(model_state.params)
   new_params = _trees.map_with(
     lambda old, new, is_copy: old if is_copy else new, params, written, copied
@@ -67,17 +67,13 @@ def take_written_params(
   return new_params, model_state.model_state
 
 
-def copied_inputs(
-  program: _types.Jaxpr, count: int | None = None, outputs: slice = slice(None)
-) -> list[bool]:
-  """Returns, for each output of a program, whether it copies the input with the same index.
+def _copied_inputs(program: _types.Jaxpr, count: int, outputs: slice) -> list[bool]:
+  """Returns for each of the first `count` inputs whether the output in its place copies it.
 
-  Only the outputs in the slice `outputs` are considered, and their indices count from the start of
-  the slice. Only the first `count` inputs are considered (None: all).
+  `outputs` is the slice of the outputs that are compared with these inputs, in order.
   """
-  inputs = len(program.jaxpr.invars)
-  count = inputs if count is None else count
-  origins = _CopyFinder().run(program, [*range(count), *[_NO_COPY] * (inputs - count)])
+  others = len(program.jaxpr.invars) - count
+  origins = _CopyFinder().run(program, [*range(count), *[_NO_COPY] * others])
   return [origin == i for i, origin in enumerate(origins[outputs])]
 
 

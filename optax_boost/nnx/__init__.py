@@ -3,7 +3,6 @@
 The modules, each of which imports only modules above it:
 
   _model             splits models into structure and arrays, and merges them
-  _batch             batches that hold a second model, which a step only reads
   _loss              ``split_loss``: the loss of a model as a pure function
   _averaged_model    ``averaged_model``: a copy of a model with averaged params
   _batch_stats       ``estimate_batch_stats``: BatchNorm statistics for given params

@@ -46,7 +46,8 @@ def averaged_model(optimizer: nnx.Optimizer, model: nnx.Module) -> Any:
   copy = _model.copy(model)
   _, params, collections = _model.split(optimizer.wrt, copy)
   opt_state = _model.as_pure(optimizer.opt_state)
-  if _average_params.averaging_statistics(opt_state):
+  averages = _average_params.averaging_state(opt_state)
+  if averages is not None and averages.statistics:
     collections = _average_params.averaged_model_state(opt_state, collections)
   _model.write(_average_params.averaged_params(opt_state, params), collections, copy)
   return copy

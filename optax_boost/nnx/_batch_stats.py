@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from optax_boost._foundation import _checks, _full_gradient, _mesh_axes, _types
 from optax_boost._methods import _batch_stats
-from optax_boost.nnx import _batch, _model
+from optax_boost.nnx import _model
 
 
 def estimate_batch_stats(
@@ -89,7 +89,6 @@ def estimate_batch_stats(
   forward = jax.tree_util.Partial(_full_gradient.WeakFunction.of(forward_fn))
   summarize_batch = jax.tree_util.Partial(_summarize_batch, forward, *nnx.split(working))
   statistics = {path: {"mean": n.mean[...], "var": n.var[...]} for path, n in norms.items()}
-  batches, weight_fn = _batch.close_all(batches), _batch.on_user_batch(weight_fn)
   estimated = _batch_stats.estimate(
     summarize_batch, statistics, selection, batches, weight_fn, forward_fn
   )
@@ -107,7 +106,7 @@ def _summarize_batch(
 ) -> dict[str, _batch_stats.Statistics]:
   """Calls the model on a batch; returns the batch's statistics of chosen BatchNorms, by path."""
   model = nnx.merge(graphdef, state)
-  forward_fn(model, _batch.user_batch(batch))
+  forward_fn(model, batch)
   norms = _model.modules(model, nnx.BatchNorm)
   return {
     path: _batch_stats.summarize_uses(

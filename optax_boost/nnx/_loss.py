@@ -1,19 +1,34 @@
 """``split_loss``: the loss of an NNX model as a pure function of params, model state and batch."""
 
-from typing import Any
+from collections.abc import Iterator
+import contextlib
+from typing import Any, NamedTuple
 
-from flax import nnx
+from flax import errors, nnx
 import jax
 
 from optax_boost import _train_step
 from optax_boost._foundation import _checks, _paths, _tree_checks, _types
 from optax_boost._trace import _layer_axes, _losses
-from optax_boost.nnx import _batch, _model
+from optax_boost.nnx import _model
 
 # The seed of the key for a pass over all data, if the user gives no key. A pass only adds numbers
 # drawn from this key to the counts of the model's rng streams. The steps between two passes change
 # the counts, so the passes have different dropout masks.
 PASS_SEED = 0
+
+
+class KeyedBatch(NamedTuple):
+  """Marks the batch of a step that is called with a key.
+
+  The loss passes this key only to the user's `loss_fn`. With other batches, a key of the loss also
+  advances the model's own rng streams.
+  """
+
+  batch: _types.Batch
+
+  def __repr__(self) -> str:
+    return repr(self.batch)  # as error messages show it
 
 
 def split_loss(
@@ -88,23 +103,17 @@ def pure_loss(
   def loss(
     params: _types.Params, model_state: _model.Collections, batch: _types.Batch, *keys: jax.Array
   ) -> tuple[Any, Any]:
-    moves_streams = bool(keys) and not isinstance(batch, _batch.KeyedBatch)
-    batch = _batch.close(batch.batch if isinstance(batch, _batch.KeyedBatch) else batch)
+    is_keyed = isinstance(batch, KeyedBatch)
+
+    def call(roots: _model.Roots) -> Any:
+      if keys and not is_keyed:
+        _model.advance(roots, jax.random.bits(keys[0]))
+      with _explain_changes():
+        return loss_fn(roots[0], user_batch(batch), *roots[1:], *(keys if has_key else ()))
 
     # Each call makes a new model. The forward pass changes statistics and rng counts of this model
     # only, so a trial point of a line search has no lasting effect.
-    def forward(batch: _types.Batch) -> Any:
-      def call(roots: _model.Roots) -> Any:
-        if moves_streams:
-          _model.advance(roots, jax.random.bits(keys[0]))
-        return loss_fn(roots[0], batch, *roots[1:], *(keys if has_key else ()))
-
-      return _model.call(call, structure, wrt, params, model_state)
-
-    if isinstance(batch, _batch.ClosedBatch):
-      output, new_structure, after, new_state = _batch.call_read_only(forward, batch)
-    else:
-      output, new_structure, after, new_state = forward(batch)
+    output, new_structure, after, new_state = _model.call(call, structure, wrt, params, model_state)
     _check_trained(params, after)
     if may_change:
       new_state = _model.with_structure(new_state, structure, new_structure)
@@ -113,6 +122,27 @@ def pure_loss(
     return output, _train_step.with_written_params(new_state, params, after)
 
   return _losses.stateful(loss)
+
+
+def user_batch(batch: _types.Batch) -> _types.Batch:
+  """Returns the user's batch from a :class:`KeyedBatch`, or the batch as it is."""
+  return batch.batch if isinstance(batch, KeyedBatch) else batch
+
+
+@contextlib.contextmanager
+def _explain_changes() -> Iterator[None]:
+  """Raises ValueError for Flax's error that a loss changes other modules than its model."""
+  try:
+    yield
+  except errors.TraceContextError as error:
+    raise ValueError(
+      "`loss_fn` must change no NNX object but its model, and its model in no transform of JAX;"
+      f" Flax says: {str(error).partition(' (')[0]}. Put a second model, in the batch or of an"
+      " outer scope, into evaluation mode before the step, `teacher.eval()`, and pass an `nnx.Rngs`"
+      " as the step's argument `rng`. If the second model uses `nnx.jit`, `nnx.remat` or"
+      " `nnx.scan`, which write all variables, call a copy of it in the loss:"
+      " `nnx.clone(batch['teacher'])`."
+    ) from error
 
 
 def _check_trained(before: _types.Params, after: _types.Params) -> None:

@@ -160,7 +160,7 @@ def write(params: _types.Params, collections: Collections, *roots: Any) -> None:
 
 def _flat_state(
   mappings: frozenset[_Path], params: _types.Params, collections: Collections
-) -> nnx.FlatState:
+) -> nnx.statelib.FlatState:
   """Returns the values of all variables by path, where those at `mappings` are mappings."""
   roots = [(0, params), (0, collections.get(_train_step.REPLACED_VALUES, {}))]
   roots += [(i, collections[name]) for i, name in enumerate(_ROOT_NAMES) if name in collections]
@@ -168,7 +168,7 @@ def _flat_state(
   values: dict[_Path, Any] = {path: {} for path in mappings}
   for root, tree in roots:
     values |= _values(mappings, (root,), tree)
-  return nnx.FlatState(values.items(), sort=False)
+  return nnx.statelib.FlatState(values.items(), sort=False)
 
 
 def _values(

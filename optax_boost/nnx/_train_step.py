@@ -15,7 +15,7 @@ import optax
 
 from optax_boost import _train_step
 from optax_boost._foundation import _checks, _tree_checks, _types
-from optax_boost.nnx import _batch, _loss, _model
+from optax_boost.nnx import _loss, _model
 
 # The source of a loss's random numbers.
 Rng: TypeAlias = jax.Array | nnx.Rngs | nnx.RngStream
@@ -71,9 +71,12 @@ class TrainStep:
       # Like `nnx.jit`, but donates only arrays to which nothing else refers.
       with nnx.update_context(_STEP_CONTEXT):
         graphdefs, arrays = _flatten(model, optimizer, *rngs)
+        # A model in the batch may be the trained one, whose arrays have only this second reference.
+        held = jax.tree.leaves(batch)
         if self._donate:
           arrays = _copy_shared(arrays, training.outputs)
         graphdefs, arrays, metrics = self._jitted(graphdefs, arrays, *settings)
+        del held
         training.outputs = list(map(weakref.ref, jax.tree.leaves(arrays)))
         with nnx.merge_context(_STEP_CONTEXT, inner=False) as context:
           for graphdef, leaves in zip(graphdefs, arrays, strict=True):
@@ -100,9 +103,6 @@ class TrainStep:
     :meth:`optax_boost.TrainStep.refresh` for the other arguments.
     """
     computation, state, key = self._checked_state(model, optimizer, rng)
-    batches = _batch.close_all(batches)
-    if callable(weight_fn):
-      weight_fn = _batch.on_user_batch(weight_fn)
     key = jax.random.key(_loss.PASS_SEED) if key is None else key
     state = _train_step.TrainStep(computation).refresh(
       state, batches, key, weight_fn=weight_fn, progress=progress
@@ -163,7 +163,7 @@ class TrainStep:
       if not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(state)):
         _write_state(state, optimizer)
         _model.write(state.params, state.model_state, model, *rngs)
-      depths = _train_step.DepthReader(optimizer.opt_state)
+      depths = _train_step.DepthReader(optimizer.tx)
       placement = _train_step.placement(state)
       self._trainings[optimizer] = _Training(optimizer.tx, placement, depths)
     if batch is dataclasses.MISSING:
@@ -171,7 +171,6 @@ class TrainStep:
       raise TypeError("A step needs a batch, too: `step(model, optimizer, batch)`; got none.")
     training = self._trainings[optimizer]
     depth, steps = training.depths.read(optimizer.opt_state)
-    batch = _batch.close(batch)
     return rngs, (batch, key, self._computation.data, depth, training.placement), steps
 
   def _step(
@@ -193,7 +192,7 @@ class TrainStep:
     if len(placement) != len(jax.tree.leaves(state)):
       placement = ()
     if key is not None:
-      batch = _batch.KeyedBatch(batch)
+      batch = _loss.KeyedBatch(batch)
     elif computation.full_grad_fn is not None:
       data = {**data, "rng": jax.random.key(_loss.PASS_SEED)}
     state, metrics = computation.step(state, batch, key, data, depth, placement)
@@ -350,9 +349,9 @@ def make_train_step(loss_fn: _types.LossFn, *_optimizers: Any, **options: Any) -
   Args:
     loss_fn: ``loss_fn(model, batch)``, or ``loss_fn(model, batch, rng)`` if the step is called with
       a key or with ``nnx.Rngs``. Returns the scalar loss, or ``(loss, aux)``. Pass a second model
-      (a teacher, the other half of a GAN) in the batch, as a module or an ``nnx.State``; each step
-      reads its current values. The loss must not change the second model, so put it into evaluation
-      mode.
+      (a teacher, the other half of a GAN) in the batch, as a module or an ``nnx.State``, which are
+      trees of arrays to JAX; each step reads its current values. The loss must not change the
+      second model, so put it into evaluation mode.
     **options: the keywords of :func:`optax_boost.make_train_step` except `has_model_state`. The
       step always calls ``full_grad_fn(grad_fn, params, rng=key)``, and ``grad_fn(params, batch,
       key)`` takes pure trees of params. The key moves all rng streams, and a loss that takes a key
@@ -412,7 +411,7 @@ def make_train_step(loss_fn: _types.LossFn, *_optimizers: Any, **options: Any) -
       " `step(model, optimizer, batch)`."
     )
   if callable(weight := options.get("weight")):
-    options["weight"] = _batch.on_user_batch(weight)
+    options["weight"] = lambda batch: weight(_loss.user_batch(batch))
   # `optax.identity()` is a placeholder, which each call of the step replaces by `optimizer.tx`.
   step = _train_step.make_train_step(loss_fn, optax.identity(), **options)
   computation = dataclasses.replace(step.computation, has_model_state=True)

@@ -269,8 +269,6 @@ ROUNDED = {
   "masters": optax_boost.master_weights,
   "an average": lambda tx: optax_boost.average_params(optax_boost.master_weights(tx), start=0),
   "a loss scale": lambda tx: optax_boost.dynamic_loss_scale(optax_boost.master_weights(tx), 1.0),
-  "a part": lambda tx: optax.partition({"x": optax_boost.master_weights(tx)}, "x"),
-  "a mask": lambda tx: optax.masked(optax_boost.master_weights(tx), True),
 }
 
 

@@ -28,7 +28,8 @@ ROOT = pathlib.Path(__file__).parents[2]
 CONFIGS = ROOT / "examples" / "configs"
 # Word for word as in MindSpore's documentation of AutoBoost.
 DOCUMENTED = json.loads((CONFIGS / "documented.json").read_text(encoding="utf-8"))
-# Ten layers, as the documented groups need them.
+# Ten layers, as the documented groups need them, by name in their order.
+LAYERS = ["layer*"]
 PARAMS = {f"layer{i}": jnp.eye(4) * 0.9 + 0.05 for i in range(9)} | {"layer9": jnp.ones((4, 2))}
 DATA = jax.random.normal(jax.random.key(0), (8, 4))
 
@@ -80,7 +81,8 @@ def test_the_documented_configuration_is_taken_word_for_word(level, mode, tmp_pa
     with pytest.raises(ValueError, match=r"`dim_reduce.pca_mat_path` must .*; got None and None"):
       boost.optimizer(optax.sgd(0.1), None, PARAMS)
   else:
-    trained, depths = train(boost.optimizer(optax.sgd(0.01), loss_fn, PARAMS, DATA))
+    tx = boost.optimizer(optax.sgd(0.01), loss_fn, PARAMS, DATA, groups=LAYERS)
+    trained, depths = train(tx)
     assert loss_fn(trained, DATA) < loss_fn(PARAMS, DATA)
     assert (max(depths) > 0) == ("grad_freeze" in on)
 
@@ -191,8 +193,11 @@ def test_explain_says_whether_layers_are_frozen():
   boost.optimizer(optax.sgd(0.1), loss_fn, PARAMS, DATA)
   row = rows_of(boost)["freeze_layers"]
   assert row.startswith("off")
-  assert row.endswith("| no layers frozen, for most kernels are not of convolutions")
-  boost.optimizer(optax.sgd(0.1), groups=["layer[0-4]", "layer"])
+  assert row.endswith(
+    "| no layers frozen: pass the layers by name, in the order of the forward pass"
+    ", as `groups=['stem', 'blocks/*', 'head']`"
+  )
+  boost.optimizer(optax.sgd(0.1), params=PARAMS, groups=LAYERS)
   row = rows_of(boost)["freeze_layers"]
   assert row.startswith("on")
   assert "| layers in 2 groups" in row
@@ -207,10 +212,9 @@ def test_explain_names_the_methods_of_a_level_by_their_public_names():
 
 def test_explain_says_which_methods_of_a_level_the_optimizer_applies():
   boost = auto_boost("O1", total_steps=100)
-  boost.optimizer(optax.sgd(0.1), conv_loss, CONVOLUTIONS, DATA)
+  boost.optimizer(optax.sgd(0.1), loss_fn, PARAMS, DATA)
   rows = rows_of(boost)
-  leaves = len(jax.tree.leaves(CONVOLUTIONS))
-  assert f"of {leaves} leaves are centralized" in rows["centralize"]
+  assert "of 10 leaves are centralized" in rows["centralize"]
   assert rows["average_params"].endswith(
     "| from step 75 on, each step adds its params to the average, which is for evaluation"
   )
@@ -290,42 +294,37 @@ def test_a_bad_argument_is_refused_by_its_name(arguments, error, message):
 
 def test_an_optimizer_without_its_required_arguments_is_refused():
   boost = auto_boost("O1", total_steps=9)
-  with pytest.raises(ValueError, match=r"or `groups`, since `freeze_layers` is on"):
-    boost.optimizer(optax.sgd(0.1))
+  with pytest.raises(ValueError, match=r"must be given `params`, too, .*layer_groups\(params"):
+    boost.optimizer(optax.sgd(0.1), groups=LAYERS)
   with pytest.raises(TypeError, match=r"`tx` must be an optax.*; got 'adam'"):
     boost.optimizer("adam")
   with pytest.raises(ValueError, match=r"`dim_reduce` is on, so the optimizer needs the params"):
     auto_boost(config=manual(dim_reduce=True)).optimizer(optax.sgd(0.1))
   thirty = auto_boost("O1", config={"grad_freeze": {"param_groups": 30}})
-  with pytest.raises(ValueError, match=r"30.* groups"):
+  with pytest.raises(ValueError, match=r"the layers by name.*, since `grad_freeze` is on"):
     thirty.optimizer(optax.sgd(0.1), loss_fn, PARAMS, DATA)
-
-
-CONVOLUTIONS = {"convs": [jnp.ones((4, 4, 1, 1)) / 4] * 2, "head": jnp.ones((4, 2))}
-
-
-def conv_loss(params, x):
-  x = x[:, :, None, None]
-  for kernel in params["convs"]:
-    x = jnp.tanh(jax.lax.conv(x, kernel, (1, 1), "SAME"))
-  return jnp.mean((x[:, :, 0, 0] @ params["head"] - 1.0) ** 2)
+  with pytest.raises(ValueError, match=r"`num_groups` must be .*10; got 30"):
+    thirty.optimizer(optax.sgd(0.1), params=PARAMS, groups=LAYERS)
 
 
 @pytest.mark.parametrize(("level", "unfrozen"), [("O1", 14), ("O2", 11)])
-@pytest.mark.parametrize(("loss", "params"), [(conv_loss, CONVOLUTIONS), (loss_fn, PARAMS)])
-def test_a_level_is_the_chain_by_hand_and_freezes_convolutions_only(level, unfrozen, loss, params):
-  trace = (loss, params, DATA)
-  tx = auto_boost(level, total_steps=20).optimizer(optax.adam(0.01), *trace)
+@pytest.mark.parametrize("form", [None, "names", "groups"])
+def test_a_level_is_the_chain_by_hand_and_freezes_the_half_of_the_named_layers(
+  level, unfrozen, form
+):
+  trace, half = (loss_fn, PARAMS, DATA), optax_boost.layer_groups(PARAMS, LAYERS, num_groups=2)
+  assert half.groups[0] == tuple(f"layer{i}" for i in range(5))
+  groups = {"names": LAYERS, "groups": half}.get(form)
+  tx = auto_boost(level, total_steps=20).optimizer(optax.adam(0.01), *trace, groups=groups)
   by_hand = optax.chain(
     optax_boost.centralize(layers=optax_boost.layer_axes(*trace)), optax.adam(0.01)
   )
-  if loss is conv_loss:
-    groups = optax_boost.layer_groups(*trace, num_groups=2)
+  if form is not None:
     schedule = optax_boost.progressive_freezing(2, 20, unfrozen / 20, anneal=False)
-    by_hand = optax_boost.freeze_layers(by_hand, groups, schedule)
+    by_hand = optax_boost.freeze_layers(by_hand, half, schedule)
   by_hand = optax_boost.average_params(by_hand, start=15, every=1)
-  assert str(jax.make_jaxpr(tx.update)(params, tx.init(params), params)) == str(
-    jax.make_jaxpr(by_hand.update)(params, by_hand.init(params), params)
+  assert str(jax.make_jaxpr(tx.update)(PARAMS, tx.init(PARAMS), PARAMS)) == str(
+    jax.make_jaxpr(by_hand.update)(PARAMS, by_hand.init(PARAMS), PARAMS)
   )
   # About 20 snapshots in the last quarter of a longer training.
   assert auto_boost(level, total_steps=1250).on["average_params"] == {"start": 938, "every": 16}
@@ -346,19 +345,20 @@ def test_a_level_takes_axes_that_the_user_says():
 @pytest.mark.parametrize("kind", [0, 1])
 def test_a_configuration_freezes_each_of_many_groups_at_its_own_depth(kind):
   schedule = _mindspore_methods.schedule(20, freeze_type=kind, freeze_p=0.1)
-  depth = jax.jit(jax.vmap(lambda t: schedule.frozen_groups(t, jax.random.key(0))))
-  assert np.unique(depth(np.arange(5_000))).tolist() == list(range(20))
+  assert np.unique(schedule.depths).tolist() == list(range(20))
 
 
 @pytest.mark.parametrize("kind", [0, 1])
 def test_a_configuration_is_the_chain_by_hand(kind):
   config = {"grad_freeze": {"param_groups": 2, "freeze_type": kind, "freeze_p": 0.5}}
-  tx = auto_boost("O1", config=config, key=3).optimizer(
-    optax.sgd(0.1), groups=["layer[0-4]", "layer[5-9]"]
+  tx = auto_boost("O1", config=config, seed=3).optimizer(
+    optax.sgd(0.1), params=PARAMS, groups=LAYERS
   )
-  schedule = (optax_boost.continuous_freezing, optax_boost.interval_freezing)[kind](2, 0.5)
+  schedule = optax_boost.continuous_freezing(2, 0.5)
+  if kind == 1:
+    schedule = optax_boost.interval_freezing(2, 0.5, max_depths=2, seed=3)
   inner = optax.chain(optax_boost.centralize(), optax.sgd(0.1))
-  by_hand = optax_boost.freeze_layers(inner, ["layer[0-4]", "layer[5-9]"], schedule, key=3)
+  by_hand = optax_boost.freeze_layers(inner, ["layer[0-4]", "layer[5-9]"], schedule)
   found, depths = train(tx)
   expected, same = train(by_hand)
   chex.assert_trees_all_equal(found, expected)
@@ -453,7 +453,7 @@ def test_a_level_applies_adasum_to_gradients_and_a_configuration_applies_it_to_u
   by_hand = optax_boost.freeze_layers(inner, ["z_body", "a_head"], schedule)
   pairs = [
     (
-      level.optimizer(adam, groups=["z_body", "a_head"]),
+      level.optimizer(adam, params=SMALL, groups=["z_body", "a_head"]),
       optax_boost.average_params(by_hand, start=3),
     ),
     (config.optimizer(adam), optax.chain(adam, adasum)),
@@ -475,7 +475,8 @@ def test_ten_lines_with_nnx():
   boost = auto_boost("O1", total_steps=3)
   original = filled_nnx_net(0)
   model = boost.model(ob_nnx.less_bn, original, X)
-  tx = boost.optimizer(optax.sgd(0.01), *ob_nnx.split_loss(nnx_loss, model), X)
+  split = ob_nnx.split_loss(nnx_loss, model)
+  tx = boost.optimizer(optax.sgd(0.01), *split, X, groups=["first|norm9", "blocks/*", "last"])
   optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
   step = ob_nnx.make_train_step(nnx_loss)
   metrics = [step(model, optimizer, X) for _ in range(3)]
@@ -494,7 +495,8 @@ def test_ten_lines_with_linen():
   module = boost.model(ob_linen.less_bn, LinenNet(), X, train=True)
   variables = jax.jit(module.init)(jax.random.key(0), X)
   loss, *arrays = ob_linen.split_loss(linen_loss, module, variables)
-  tx = boost.optimizer(optax.sgd(0.01), loss, *arrays, X)
+  groups = ["first|norm9", "blocks_*", "last"]
+  tx = boost.optimizer(optax.sgd(0.01), loss, *arrays, X, groups=groups)
   step = optax_boost.make_train_step(loss, tx)
   state, losses = step.init(*arrays), []
   for _ in range(3):
@@ -554,5 +556,5 @@ def test_a_subspace_is_fitted_to_checkpoints(form, tmp_path):
 def test_the_example_configurations_train(name):
   boost = auto_boost("O1", config=CONFIGS / name)
   assert not boost.ignored
-  trained, _ = train(boost.optimizer(optax.sgd(0.01), loss_fn, PARAMS, DATA))
-  assert loss_fn(trained, DATA) < loss_fn(PARAMS, DATA)
+  tx = boost.optimizer(optax.sgd(0.01), loss_fn, PARAMS, DATA, groups=LAYERS)
+  assert loss_fn(train(tx)[0], DATA) < loss_fn(PARAMS, DATA)

@@ -231,6 +231,21 @@ def test_prices_are_measured_of_all_lengths_again_and_the_last_decide():
   assert boost.length_schedule == declared().length_schedule
 
 
+@pytest.mark.parametrize("steps", [1, 4, 8, 12])
+def test_a_short_training_decides_by_the_prices_that_it_measured(steps):
+  device = Device({2: 0.1, 4: 0.2, 8: 0.5, 16: 1.0})
+  params = {"table": jnp.ones((models.VOCABULARY, 8))}
+  for first in ("measure", "optimizer"):
+    boost = optax_boost.auto_boost("O2", steps, sequence_length=16)
+    if first == "measure":
+      boost.measure(device.step, BATCH, clock=device.clock)
+    boost.optimizer(optax.sgd(0.1), loss_of(embedded), params, BATCH)
+    boost.measure(device.step, BATCH, clock=device.clock)
+    share = boost.on["sequence_length_warmup"]["warmup_fraction"]
+    expected = optax_boost.sequence_length_warmup(16, steps, warmup_fraction=share)
+    assert boost.length_schedule == expected
+
+
 @pytest.mark.parametrize("boost", [declared("O0"), optax_boost.auto_boost("O1", STEPS)])
 def test_a_level_that_cuts_no_sequences_measures_nothing(boost):
   assert boost.measure(None, BATCH) == {}
@@ -609,7 +624,7 @@ def test_groups_are_refused_if_nothing_freezes():
   with pytest.raises(
     ValueError, match=r"`groups` must be None at a level for tokens.*freeze_layers\("
   ):
-    declared().optimizer(optax.sgd(0.1), groups=["table", "blocks|out"])
+    declared().optimizer(optax.sgd(0.1), params=models.init(), groups=["table", "blocks", "out"])
 
 
 def test_windows_do_not_depend_on_the_batch_size():

@@ -400,10 +400,11 @@ def test_errors_name_the_statistics_that_are_missing():
   with pytest.raises(ValueError, match=r"'norm/mean' must have the shape \(2,\), got \(3,\)"):
     tx.update(params, state, params, model_state=longer)
   plain = optax_boost.average_params(optax.sgd(0.1), start=0).init(params)
-  with pytest.raises(ValueError, match=r"one `optax_boost.average_params\(.*got 0 of these"):
-    optax_boost.averaged_model_state(plain, statistics)
-  with pytest.raises(ValueError, match="got 2 of these"):
-    optax_boost.averaged_model_state((state, state), statistics)
+  for other in (plain, (state, state)):
+    with pytest.raises(
+      ValueError, match=r"state of an optimizer with `optax_boost.average_params\("
+    ):
+      optax_boost.averaged_model_state(other, statistics)
   several = jax.vmap(tx.init)(jnp.ones((3, 2)))
   with pytest.raises(ValueError, match=r"state of one run.*jax\.vmap"):
     optax_boost.averaged_model_state(several, statistics)

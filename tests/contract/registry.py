@@ -17,6 +17,7 @@ import optax
 
 import optax_boost
 from optax_boost._form import _form
+from optax_boost._step import _nesting
 from tests import problems
 from tests.contract.bad_input import kinds
 
@@ -100,6 +101,12 @@ class Row:
   def form(self) -> _form.Form | None:
     """The form of the transformation; None if it is a chain of several."""
     return _form.form_of(getattr(optax_boost, self.factory)(**self.kwargs).update)
+
+  @property
+  def is_root(self) -> bool:
+    """Whether it must be around the whole optimizer."""
+    step = None if self.form is None else self.form.step
+    return step is not None and any(getattr(step, slot) for slot in _nesting.OF_ROOT)
 
   @property
   def allows_complex(self) -> bool:
@@ -311,11 +318,6 @@ _SEARCHES_A_LOSS = {
   ),
 }
 
-_SEES_ALL_PARAMS = {
-  "test_inside_partition_with_all_extra_arguments": "it acts on the whole loss",
-  "test_none_and_masked_leaves_pass_through": "it acts on the whole loss, so it sees all params",
-}
-
 ROWS = (
   Row(
     "accumulate",
@@ -329,7 +331,6 @@ ROWS = (
     {"inner": optax.sgd(0.1, momentum=0.5), "initial_scale": 2.0},
     baseline=lambda: optax.sgd(0.1, momentum=0.5),
     needs_params=False,
-    not_applicable=_SEES_ALL_PARAMS,
   ),
   Row(
     "master_weights",
@@ -358,7 +359,6 @@ ROWS = (
     baseline=lambda: optax.sgd(0.1),
     needs_params=False,
     quiet={"groups": ("a", "b"), "schedule": optax_boost.continuous_freezing(2, 0.0)},
-    not_applicable=_SEES_ALL_PARAMS,
     acts=_first_group_stands_still,
   ),
   Row(
@@ -367,11 +367,9 @@ ROWS = (
       "inner": optax.sgd(0.1),
       "groups": ("conv", "dense|norm"),
       "schedule": optax_boost.progressive_freezing(2, 1000, first=0.002),
-      "key": 3,
     },
     baseline=lambda: optax.sgd(0.1),
     needs_params=False,
-    not_applicable=_SEES_ALL_PARAMS,
     acts=_first_group_stands_still,
     reachable=lambda tree: jax.tree.map_with_path(
       lambda path, x: 0 * x if "conv" in str(path) else x, tree
@@ -401,6 +399,15 @@ ROWS = (
     acts=_averages_the_params_after_each_step,
     extra=lambda updates, params: {"model_state": {"mean": jnp.ones(2)}},
     label="statistics",
+    not_applicable=dict.fromkeys(
+      (
+        "test_params_named_like_state_fields_train_as_any_others",
+        "test_wrappers_train_around_every_kind_of_optimizer",
+        "test_a_state_may_be_kept_in_host_memory",
+        "test_the_train_step_goes_downhill_on_complex_params_or_refuses_them_by_name",
+      ),
+      "its extra argument comes from a wrapper of the tests, so it is not the root of the step",
+    ),
   ),
   Row(
     "layerwise_decay",

@@ -98,7 +98,7 @@ def test_the_train_step_takes_float64_params_of_numpy(row):
 @pytest.mark.filterwarnings("ignore::optax_boost.NoEffectWarning")
 def test_the_train_step_goes_downhill_on_complex_params_or_refuses_them_by_name(row):
   params = jax.tree.map(lambda x: x * (1 + 2j), problems.params())
-  tx = optax.chain(row.optimizer())
+  tx = row.optimizer()
 
   def loss_fn(params: Any, batch: Any) -> jax.Array:
     return sum(jnp.sum(jnp.abs(x - batch) ** 2) for x in jax.tree.leaves(params))

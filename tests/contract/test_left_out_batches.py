@@ -25,7 +25,7 @@ SKIPPING = {
   "MultiSteps": optax.MultiSteps(
     INNER, 2, should_skip_update_fn=optax.skip_not_finite
   ).gradient_transformation(),
-  "in a part": optax.partition({"x": optax_boost.dynamic_loss_scale(INNER)}, "x"),
+  "in a part": optax.partition({"x": optax_boost.accumulate(INNER, 1)}, "x"),
   "accumulate around a loss scale": optax_boost.accumulate(
     optax_boost.dynamic_loss_scale(INNER, 2.0), 1
   ),

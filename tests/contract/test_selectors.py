@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import optax_boost
-from optax_boost._foundation import _paths, _trees
+from optax_boost._foundation import _trees
 import optax_boost.linen
 import optax_boost.nnx
 from tests import meshes
@@ -96,36 +96,9 @@ def frozen_by(pattern):
   return jax.tree.map(lambda u: bool(jnp.all(u == 0)), updates_of(tx))
 
 
-def frozen_by_auto_boost(pattern):
-  config = {
-    "boost": {"mode": "manual", "grad_freeze": True},
-    "grad_freeze": {"param_groups": 2, "freeze_p": 0.5, "freeze_type": 0},
-  }
-  boost = optax_boost.auto_boost("O1", config=config)
-  tx = boost.optimizer(optax.sgd(1.0), groups=[pattern, "head"])
-  state = tx.init(PARAMS)
-  for _ in range(2):
-    updates, state = tx.update(GRADS, state, PARAMS)
-  return jax.tree.map(lambda u: bool(jnp.all(u == 0)), updates)
-
-
 def decayed_by_layer(pattern):
   tx = optax_boost.layerwise_decay(optax.identity(), [pattern, "head"], 0.5)
   return changed(updates_of(tx), GRADS)
-
-
-def loss_of_blocks(params, x):
-  x = x @ params["embed"]["kernel"]
-  for i in BLOCKS:
-    x = jnp.tanh(x @ params["blocks"][i]["kernel"])
-  return jnp.mean(x @ params["head"]["kernel"])
-
-
-def moved_by_overrides(pattern):
-  plan = optax_boost.layer_groups(loss_of_blocks, PARAMS, jnp.ones((1, 3)), overrides={pattern: 0})
-  paths = _paths.leaf_paths(PARAMS)
-  flags = [path in plan.groups[0] and path != "embed/kernel" for path in paths]
-  return jax.tree.unflatten(jax.tree.structure(PARAMS), flags)
 
 
 def grouped_in_a_subspace(pattern):
@@ -160,12 +133,21 @@ def sharded_by_name(make):
   return selected
 
 
-def blocks_by(pattern):
-  """The first leaves of groups between the leaves before all blocks and the leaves after them."""
-  plan = optax_boost.layer_groups(loss_of_blocks, PARAMS, jnp.ones((1, 3)), blocks=pattern)
-  firsts = [group[0] for group in plan.groups[1:-1]]
-  flags = [path in firsts for path in _paths.leaf_paths(PARAMS)]
-  return jax.tree.unflatten(jax.tree.structure(PARAMS), flags)
+def named_as_a_block(pattern):
+  """Whether the pattern, as the only name, groups the params of a block alone."""
+
+  def is_named(leaf_of_tree):
+    try:
+      optax_boost.layer_groups(leaf_of_tree, [pattern])
+    except ValueError as error:
+      if "which matches no leaf" not in str(error):
+        raise
+      return False
+    return True
+
+  flags = {i: {"kernel": is_named({"blocks": {i: PARAMS["blocks"][i]}})} for i in BLOCKS}
+  outer = {name: {"kernel": is_named({name: PARAMS[name]})} for name in ("embed", "head")}
+  return {"blocks": flags, **outer}
 
 
 SELECTORS = {
@@ -176,10 +158,8 @@ SELECTORS = {
   "laperm exclude": excluded_by(laperm),
   "adasum groups": grouped_by_adasum,
   "freeze_layers groups": frozen_by,
-  "auto_boost groups": frozen_by_auto_boost,
   "layerwise_decay groups": decayed_by_layer,
-  "layer_groups overrides": moved_by_overrides,
-  "layer_groups blocks": blocks_by,
+  "layer_groups blocks": named_as_a_block,
   "dim_reduce groups": grouped_in_a_subspace,
   "lars axis_name": sharded_by_name(
     lambda axis_name: optax_boost.lars(0.1, exclude=None, axis_name=axis_name)
@@ -232,9 +212,6 @@ TAKING_PATTERNS = SELECTORS | {
     {"tokens": np.ones((2, 8))}, 4, 8, axes={pattern: 1}
   ),
   "layer_axes axes": lambda pattern: optax_boost.layer_axes(*CHAIN, axes={pattern: ("outputs",)}),
-  "layer_groups blocks side by side": lambda pattern: optax_boost.layer_groups(
-    *CHAIN, blocks=("body", pattern)
-  ),
   **{f"nnx.estimate_batch_stats {name}": batch_norms(name) for name in ("only", "exclude")},
   **{f"linen.estimate_batch_stats {name}": linen_batch_norms(name) for name in ("only", "exclude")},
 }
@@ -303,17 +280,6 @@ def test_a_leaf_of_two_groups_is_an_error_that_names_both_patterns(name):
 def test_a_final_catch_all_pattern_is_an_error_that_says_why_it_is_not_needed(name):
   with pytest.raises(ValueError, match=r"no pattern matches is in the last group already"):
     TWO_GROUPS[name](["embed", "blocks/0", "*"])
-
-
-def test_overrides_may_overlap_within_a_group_only():
-  def loss_fn(params, x):
-    return jnp.mean(x @ params["body"] @ params["head"])
-
-  arguments = loss_fn, {"body": jnp.eye(2), "head": jnp.eye(2)}, jnp.ones((1, 2))
-  plan = optax_boost.layer_groups(*arguments, overrides={"body": 1, "b*": 1})
-  assert plan.groups == ((), ("body", "head"))
-  with pytest.raises(ValueError, match=r"'body', which 'body' of group 1 and 'b\*' of group 0"):
-    optax_boost.layer_groups(*arguments, overrides={"body": 1, "b*": 0})
 
 
 def test_selections_may_overlap():

@@ -21,6 +21,7 @@ WRAPPERS = {
   "accumulate": lambda tx: optax_boost.accumulate(tx, every=3),
   "optax.apply_if_finite": lambda tx: optax.apply_if_finite(tx, 5),
 }
+SCHEDULE = optax_boost.gradual_unfreezing(2, every=2)
 
 
 def table():
@@ -71,7 +72,7 @@ def parts(state):
   return (
     *(state.params, state.model_state, inner),
     (step.averaging, step.count),
-    optax.tree.get(step, "frozen_groups"),
+    SCHEDULE.frozen_groups(step.count),
     window and window.accumulator,
     window and window.count,
     step.scaling and step.loss_scale,
@@ -80,22 +81,20 @@ def parts(state):
   )
 
 
-def with_all_rows(name, tx):
+def optimizer(name):
   """The wrapper with a window and a loss scale, which would judge in the place of one of optax."""
-  beside = () if name.startswith("optax.") else ("accumulate", "dynamic_loss_scale")
-  for wrapper in sorted({name, *beside}):
+  tx = optax.adam(optax.linear_schedule(0.1, 0.0, 10))
+  of_optax = name.startswith("optax.")
+  tx = WRAPPERS[name](tx) if of_optax else tx
+  tx = optax_boost.freeze_layers(tx, ["first", "last"], SCHEDULE)
+  for wrapper in () if of_optax else sorted({name, "accumulate", "dynamic_loss_scale"}):
     tx = WRAPPERS[wrapper](tx)
-  return tx
+  return optax_boost.average_params(tx, decay=0.5)
 
 
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_each_cell_says_what_happens(name):
-  schedule = optax_boost.gradual_unfreezing(2, every=2)
-  inner = optax_boost.freeze_layers(
-    optax.adam(optax.linear_schedule(0.1, 0.0, 10)), ["first", "last"], schedule
-  )
-  tx = optax_boost.average_params(with_all_rows(name, inner), decay=0.5)
-  step = optax_boost.make_train_step(loss, tx, has_model_state=True, donate=False)
+  step = optax_boost.make_train_step(loss, optimizer(name), has_model_state=True, donate=False)
   params = {"first": jnp.ones(2), "last": jnp.zeros(2)}
   state = step.init(params, {"mean": jnp.zeros([]), "key": jax.random.key(0)})
   for _ in range(4):

@@ -91,7 +91,7 @@ class Images:
     sgd = optax.sgd(rate(self.boost, setting.rate, steps), momentum=0.9, nesterov=True)
     inner = optax.chain(optax.add_decayed_weights(5e-4), sgd)
     split = optax_boost.nnx.split_loss(networks.loss_fn, self.model(0))
-    self.tx = self.boost.optimizer(inner, *split, self.sample)
+    self.tx = self.boost.optimizer(inner, *split, self.sample, groups=networks.BLOCKS)
     self.step = optax_boost.nnx.make_train_step(networks.loss_fn)
 
   def model(self, seed):

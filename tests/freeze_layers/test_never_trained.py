@@ -45,7 +45,7 @@ def join(frozen, trained):
 
 
 def number_of_bytes(tree):
-  return sum(leaf.nbytes for leaf in jax.tree.leaves(tree) if leaf.ndim > 0)
+  return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree) if leaf.ndim > 0)
 
 
 def partitioned(inner, params):
@@ -56,12 +56,13 @@ def partitioned(inner, params):
     "trained": jax.tree.map(lambda _: "trained", trained),
   }
   tx = optax.partition({"frozen": optax.set_to_zero(), "trained": inner}, labels)
-  return number_of_bytes(tx.init({"frozen": frozen, "trained": trained}))
+  return number_of_bytes(jax.eval_shape(tx.init, {"frozen": frozen, "trained": trained}))
 
 
-def own_bytes(tx, params):
-  """The bytes of the key and of other arrays that do not grow with the params."""
-  return number_of_bytes(tx.init(params).freezing)
+def bytes_of_state(tx, params):
+  """The bytes of arrays in the state, but for the counts of the groups."""
+  state = jax.eval_shape(tx.init, params)
+  return number_of_bytes(state) - number_of_bytes(state.freezing)
 
 
 AROUND = {
@@ -85,112 +86,110 @@ def test_the_state_has_the_bytes_of_a_partition(around, form):
     optax_boost.freeze_layers(AROUND[around](ADAMW()), groups, FIXED),
     AROUND[around](optax_boost.freeze_layers(ADAMW(), groups, FIXED)),
   ):
-    assert number_of_bytes(tx.init(params)) - own_bytes(tx, params) == expected
+    assert bytes_of_state(tx, params) == expected
   # A schedule that trains these layers at last keeps state for all of them.
   thawing = optax_boost.gradual_unfreezing(2, every=10)
   tx = AROUND[around](optax_boost.freeze_layers(ADAMW(), groups, thawing))
-  assert number_of_bytes(tx.init(params)) - own_bytes(tx, params) > 2 * expected
+  assert bytes_of_state(tx, params) > 2 * expected
 
 
 def alone(inner, params, steps):
-  """Trains the trained layers alone with plain optax; returns all params."""
+  """Trains the trained layers alone with plain optax; returns all params, and the state."""
   frozen, trained = split(params)
   gradient = jax.grad(lambda trained: loss_fn(join(frozen, trained), X))
-  state = inner.init(trained)
 
-  @jax.jit
-  def step(trained, state):
+  def step(carry, _):
+    trained, state = carry
     updates, state = inner.update(gradient(trained), state, trained)
-    return optax.apply_updates(trained, updates), state
+    return (optax.apply_updates(trained, updates), state), None
 
-  for _ in range(steps):
-    trained, state = step(trained, state)
+  (trained, state), _ = jax.lax.scan(step, (trained, inner.init(trained)), length=steps)
   return join(frozen, trained), state
 
 
-def by_update(tx, params, state, steps):
-  @jax.jit
-  def step(params, state):
-    updates, state = tx.update(jax.grad(loss_fn)(params, X), state, params)
-    return optax.apply_updates(params, updates), state
-
-  for _ in range(steps):
-    params, state = step(params, state)
-  return params, state
+def by_update(tx, params, grads, state):
+  updates, state = tx.update(grads, state, params)
+  return optax.apply_updates(params, updates), state
 
 
-def by_apply_gradients(tx, params, state, steps):
-  @jax.jit
-  def step(params, state):
-    return optax_boost.apply_gradients(tx, jax.grad(loss_fn)(params, X), state, params)
-
-  for _ in range(steps):
-    params, state = step(params, state)
-  return params, state
+def by_apply_gradients(tx, params, grads, state):
+  return optax_boost.apply_gradients(tx, grads, state, params)
 
 
-def by_train_step(tx, params, state, steps):
-  step = optax_boost.make_train_step(loss_fn, tx, donate=False)
-  train_state = step.init(params)._replace(opt_state=state)
-  for _ in range(steps):
-    train_state, _ = step(train_state, X)
-  return train_state.params, train_state.opt_state
+def train(tx, params, steps, door=by_apply_gradients):
+  def step(carry, _):
+    params, state = carry
+    return door(tx, params, jax.grad(loss_fn)(params, X), state), None
+
+  return jax.lax.scan(step, (params, tx.init(params)), length=steps)[0]
 
 
-DOORS = {"update": by_update, "apply_gradients": by_apply_gradients, "train step": by_train_step}
-INNERS = {
-  "adamw": ADAMW,
-  "clip": lambda: optax.chain(optax.clip_by_global_norm(1e-2), ADAMW()),
-  "clip after": lambda: optax.chain(optax.scale_by_adam(), optax.clip_by_global_norm(1e-2)),
-  "adafactor": lambda: optax.adafactor(1e-2),
-}
+def inners(params):
+  axes = optax_boost.layer_axes(loss_fn, params, X)
+  frozen, trained = split(params)
+  kept_axes = optax_boost.layer_axes(lambda t, x: loss_fn(join(frozen, t), x), trained, X)
+  same = {
+    "adamw": ADAMW(),
+    "clip": optax.chain(optax.clip_by_global_norm(1e-2), ADAMW()),
+    "clip after": optax.chain(optax.scale_by_adam(), optax.clip_by_global_norm(1e-2)),
+    "adafactor": optax.adafactor(1e-2),
+  }
+  # Methods that work layer by layer get the trained slices.
+  of_layers = {
+    "lars": lambda axes: optax_boost.lars(1.0, layers=axes),
+    "centralize": lambda axes: optax.chain(
+      optax_boost.centralize(layers=axes), optax.sgd(0.1, momentum=0.9)
+    ),
+  }
+  pairs = {name: (inner, inner) for name, inner in same.items()}
+  return pairs | {name: (make(axes), make(kept_axes)) for name, make in of_layers.items()}
 
 
-@pytest.mark.parametrize("door", DOORS)
-@pytest.mark.parametrize("inner", INNERS)
-def test_the_trained_layers_are_trained_as_alone(inner, door):
-  params = make_params()
-  tx = optax_boost.freeze_layers(INNERS[inner](), STACKED, FIXED)
-  ours, state = DOORS[door](tx, params, tx.init(params), 4)
-  expected, expected_state = alone(INNERS[inner](), params, 4)
-  frozen, _ = split(ours)
-  chex.assert_trees_all_equal(frozen, split(params)[0])
+def assert_trained_as_alone(trained, expected, params):
+  (ours, state), (others, expected_state) = jax.device_get((trained, expected))
+  chex.assert_trees_all_equal(split(ours)[0], jax.device_get(split(params)[0]))
   # The programs differ in how XLA fuses a gradient, so the last bits may.
-  chex.assert_trees_all_close(ours, expected, rtol=2e-5, atol=1e-7)
+  chex.assert_trees_all_close(ours, others, rtol=2e-5, atol=1e-7)
   leaves, expected_leaves = map(jax.tree.leaves, (state.inner_state, expected_state))
   for leaf, expected_leaf in zip(leaves, expected_leaves, strict=True):
     np.testing.assert_allclose(leaf, expected_leaf, rtol=2e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("door", ["update", "apply_gradients"])
-def test_equal_gradients_give_equal_bits(door):
-  """With gradients that do not come from a loss, the trained layers are equal to the bit."""
-  params, rng = make_params(), np.random.default_rng(3)
-  tx, inner = optax_boost.freeze_layers(ADAMW(), STACKED, FIXED), ADAMW()
-  state, (_, trained) = tx.init(params), split(params)
-  inner_state = inner.init(trained)
-  for _ in range(3):
-    grads = jax.tree.map(lambda p: jnp.asarray(rng.normal(size=p.shape), p.dtype), params)
-    updates, inner_state = inner.update(split(grads)[1], inner_state, trained)
-    trained = optax.apply_updates(trained, updates)
-    if door == "update":
-      updates, state = tx.update(grads, state, params)
-      params = optax.apply_updates(params, updates)
-    else:
-      params, state = optax_boost.apply_gradients(tx, grads, state, params)
-  chex.assert_trees_all_equal(split(params)[1], trained)
+def test_the_trained_layers_are_trained_as_alone():
+  params = make_params()
+  pairs = inners(params)
+  txs = {n: optax_boost.freeze_layers(inner, STACKED, FIXED) for n, (inner, _) in pairs.items()}
+
+  @jax.jit
+  def programs(params):
+    expected = {name: alone(inner, params, 4) for name, (_, inner) in pairs.items()}
+    applied = {name: train(tx, params, 4) for name, tx in txs.items()}
+    return expected, applied, train(txs["clip"], params, 4, by_update)
+
+  expected, applied, updated = programs(params)
+  for name, trained in applied.items():
+    assert_trained_as_alone(trained, expected[name], params)
+  assert_trained_as_alone(updated, expected["clip"], params)
+  step = optax_boost.make_train_step(loss_fn, txs["clip"])
+  state = step.init(params)
+  for _ in range(4):
+    state, _ = step(state, X)
+  assert_trained_as_alone((state.params, state.opt_state), expected["clip"], params)
 
 
-def test_masters_and_windows_around_train_as_alone_in_bfloat16():
-  params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), make_params())
-  tx = AROUND["both"](optax_boost.freeze_layers(ADAMW(), STACKED, FIXED))
-  inner = AROUND["both"](ADAMW())
-  state, (frozen, trained) = tx.init(params), split(params)
-  inner_state, rng = inner.init(trained), np.random.default_rng(4)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_equal_gradients_give_equal_bits(dtype):
+  """With gradients that do not come from a loss, also with masters and windows around."""
+  params = jax.tree.map(lambda p: p.astype(dtype), make_params())
+  around = AROUND["nothing" if dtype == "float32" else "both"]
+  tx, inner = around(optax_boost.freeze_layers(ADAMW(), STACKED, FIXED)), around(ADAMW())
+  step, step_alone = (jax.jit(functools.partial(by_apply_gradients, t)) for t in (tx, inner))
+  frozen, trained = split(params)
+  state, inner_state, rng = tx.init(params), inner.init(trained), np.random.default_rng(3)
   for _ in range(8):
     grads = jax.tree.map(lambda p: jnp.asarray(rng.normal(size=p.shape), p.dtype), params)
-    trained, inner_state = optax_boost.apply_gradients(inner, split(grads)[1], inner_state, trained)
-    params, state = optax_boost.apply_gradients(tx, grads, state, params)
+    trained, inner_state = step_alone(trained, split(grads)[1], inner_state)
+    params, state = step(params, grads, state)
   chex.assert_trees_all_equal(split(params), (frozen, trained))
 
 
@@ -235,21 +234,11 @@ def test_sharded_layers_are_cut_without_a_gather(kind):
   )
 
 
-PER_LAYER = {
-  "lars": lambda axes: optax_boost.lars(1.0, layers=axes),
-  "centralize": lambda axes: optax.chain(optax_boost.centralize(layers=axes), optax.sgd(0.1, 0.9)),
-}
-
-
-@pytest.mark.parametrize("method", PER_LAYER)
-def test_methods_that_work_layer_by_layer_get_the_trained_slices(method):
+def test_a_state_without_the_moments_of_a_layer_does_not_serve_a_schedule_that_trains_it():
+  thawing = optax_boost.gradual_unfreezing(2, every=3)
+  fixed, thaws = (optax_boost.freeze_layers(ADAMW(), STACKED, s) for s in (FIXED, thawing))
   params = make_params()
-  make = PER_LAYER[method]
-  axes = optax_boost.layer_axes(loss_fn, params, X)
-  tx = optax_boost.freeze_layers(make(axes), STACKED, FIXED)
-  ours, _ = by_apply_gradients(tx, params, tx.init(params), 3)
-  frozen, trained = split(params)
-  axes = optax_boost.layer_axes(lambda t, x: loss_fn(join(frozen, t), x), trained, X)
-  expected, _ = alone(make(axes), params, 3)
-  chex.assert_trees_all_equal(split(ours)[0], frozen)
-  chex.assert_trees_all_close(ours, expected, rtol=2e-5, atol=1e-7)
+  with pytest.raises(ValueError, match="lacks the leaf 'inner_state/0/mu/embed'"):
+    optax_boost.apply_gradients(thaws, params, fixed.init(params), params)
+  with pytest.raises(ValueError, match="has a leaf 'inner_state/0/mu/embed' too many"):
+    optax_boost.apply_gradients(fixed, params, thaws.init(params), params)

@@ -27,15 +27,14 @@ every_module = pytest.mark.parametrize("path", MODULES, ids=name_of)
 FLAX = {"nnx", "linen"}
 # What each room, folder or file, at the package's top may import beside itself.
 _SHARED = {"_foundation", "_trace", "_form"}
-_TOP = {*_SHARED, "_methods", "_step", "_sequences", "_length_prices", "_train_step"}
+_TOP = {*_SHARED, "_methods", "_step", "_sequences", "_train_step"}
 ROOMS = {
   "_foundation": set(),
   "_trace": {"_foundation"},
   "_form": {"_foundation"},
   "_step": _SHARED,
   "_methods": {*_SHARED, "_step"},
-  "_sequences": {"_foundation"},
-  "_length_prices": {"_foundation", "_sequences"},
+  "_sequences": {"_foundation", "_trace"},
   "_train_step": {*_SHARED, "_step"},  # no method
   "_levels": _TOP,
   "_race": _TOP,
@@ -46,16 +45,21 @@ _OF_THE_STEP = {"_state", "_slots", "_kept_leaves", "_nesting", "_run", "_wrappe
 APART = {"_methods": {"_layer_arguments"}, "_step": _OF_THE_STEP}
 # Rooms whose docstring lists the modules in an order: each may import those before it.
 ORDERED = (
-  *("_foundation", "_trace", "_form", "_step"),
+  *("_foundation", "_trace", "_form", "_step", "_sequences"),
   *("_train_step", "_levels", "_race", "nnx", "linen"),
 )
 
 
 @functools.cache
 def imported(path):
-  """The modules that a file imports."""
+  """The modules that a file imports, but not those for its types alone."""
   names = set()
-  for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+  program = ast.parse(path.read_text(encoding="utf-8"))
+  typing = [
+    n for n in program.body if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING"
+  ]
+  program.body = [node for node in program.body if node not in typing]
+  for node in ast.walk(program):
     if isinstance(node, ast.Import):
       names |= {alias.name for alias in node.names}
     elif isinstance(node, ast.ImportFrom):

@@ -259,7 +259,7 @@ def test_tables_that_scale_activations_or_scores_have_no_fan_in():
 @pytest.mark.parametrize(
   "masked", [lambda w, m: w * m, lambda w, m: jnp.where(m > 0, w, 0.0)], ids=["times", "where"]
 )
-def test_kernels_with_masks_among_the_arguments_have_a_fan_in_and_are_layers_in_a_row(masked):
+def test_kernels_with_masks_among_the_arguments_have_a_fan_in_and_are_layers(masked):
   params = {"first": jnp.ones((8, 6)), "many": jnp.ones((3, 6, 6)), "last": jnp.ones((6, 2))}
 
   def loss_fn(p, masks, x):
@@ -272,9 +272,6 @@ def test_kernels_with_masks_among_the_arguments_have_a_fan_in_and_are_layers_in_
     "many": ((1,), (0,)),
     "last": ((0,), ()),
   }
-  plan = optax_boost.layer_groups(loss_fn, params, params, X)
-  layers = [("many[0:1]",), ("many[1:2]",), ("many[2:3]",)]
-  assert [tuple(map(str, group)) for group in plan.groups] == [("first",), *layers, ("last",)]
 
 
 def test_the_vector_of_a_spectral_norm_among_the_arguments_is_no_input_of_the_kernel():
@@ -567,24 +564,6 @@ def test_ranks_are_sorted_again_when_a_later_step_knows_the_layers():
     np.testing.assert_array_equal(np.sort(moved, None), np.sort(first, None))
 
 
-def test_a_key_passed_as_integers_gives_the_same_order_of_layers_as_a_typed_key():
-  """A layer that only noise enters has the place where its output meets the data."""
-  params = {"first": jnp.ones((8, 8)), "noisy": jnp.ones((8, 8)), "third": jnp.ones((8, 2))}
-
-  def loss(params, batch):
-    x, key = batch
-    if jnp.issubdtype(key.dtype, jnp.integer):
-      key = jax.random.wrap_key_data(key)
-    offset = jax.random.normal(key, x.shape) @ params["noisy"]
-    hidden = jnp.tanh(jnp.tanh(x @ params["first"]) + offset)
-    return jnp.mean(hidden @ params["third"])
-
-  typed, integers = (
-    optax_boost.layer_groups(loss, params, (X, key)) for key in (KEY, jax.random.key_data(KEY))
-  )
-  assert integers.groups == typed.groups
-
-
 # The leaf `time` is a kernel whose input no data goes into; all others meet data.
 TIMES = np.linspace(0, 1, 12).reshape(2, 6)
 
@@ -711,3 +690,52 @@ def test_a_table_that_constants_resize_and_a_penalty_have_no_fan_in():
   pairs = zip(found.paths, found.axes, strict=True)
   fan_ins = {path: described and described.fan_in for path, described in pairs}
   assert fan_ins == {"free": None, "pos_embed": (), "pos_embedding": (), "trunk": (0,)}
+
+
+@pytest.mark.parametrize("names", ["batch", ("batch", "model")])
+def test_a_loss_that_reduces_over_named_axes_is_traced_with_their_names(names):
+  params = {"first": jnp.ones((8, 6)), "scale": jnp.ones(6), "last": jnp.ones((6, 2))}
+
+  def loss_fn(p, x):
+    x = x @ p["first"] * p["scale"]
+    x = jax.lax.all_gather(x - jax.lax.pmean(jnp.mean(x, 0), names), "batch", tiled=True)
+    return jax.lax.pmean(jnp.mean(x @ p["last"]), "batch") + jnp.sum(p["last"] ** 2)
+
+  with pytest.raises(ValueError, match=r"with its named axis: .*batch.* axis_name=\"batch\""):
+    optax_boost.layer_axes(loss_fn, params, X)
+  found = optax_boost.layer_axes(loss_fn, params, X, axis_name=names)
+  assert dict(zip(found.paths, (axes.fan_in for axes in found.axes), strict=True)) == {
+    "first": (0,),
+    "last": (0,),
+    "scale": (),
+  }
+  with pytest.raises(TypeError, match="`axis_name` must be the name of a mesh axis"):
+    optax_boost.layer_axes(loss_fn, params, X, axis_name=0)
+
+
+def test_the_axis_of_layers_is_known_if_a_scan_slices_a_leaf_that_nothing_else_uses():
+  params = {"used": jnp.ones((3, 8, 8)), "idle": jnp.ones((3, 4)), "beside": jnp.ones(2)}
+
+  def loss_fn(p, x):
+    x, _ = jax.lax.scan(lambda x, w: (x @ w[0], None), x, (p["used"], p["idle"]))
+    return jnp.sum(x)
+
+  assert str(optax_boost.layer_axes(loss_fn, params, X)).splitlines() == [
+    "beside: unknown",
+    "idle: layers (0,), unknown (1,)",
+    "used: layers (0,), fan-in (1,), outputs (2,)",
+  ]
+
+
+@pytest.mark.parametrize(
+  ("taken", "layers"), [((0, 1, 2), (0,)), ((2, 0, 1, 0), (0,)), ((0, 2), ()), ((1,), ())]
+)
+def test_entries_that_the_program_takes_by_number_are_layers_if_it_takes_all(taken, layers):
+  params = {"w": jnp.ones((3, 8, 8))}
+
+  def loss_fn(p, x):
+    for i in taken:
+      x = jnp.tanh(x @ p["w"][i])
+    return jnp.sum(x)
+
+  assert axes(loss_fn, params, X)["w"] == ((1,), layers)

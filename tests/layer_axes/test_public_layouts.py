@@ -69,10 +69,21 @@ def traced(name, dropout=True):
   return Traced(name, dropout)
 
 
+# The layers of each layout.
+NAMES = {
+  "lm1b": "decoder/encoderdecoderblock_*",
+  "lm1b scan": "decoder/encoderdecoder[:,*]",
+  "lm1b remat_scan": "decoder/encoderdecoder[*]",
+  "gemma": "layers/*",
+  "gemma scan": "layers[*]",
+}
+
+
 @functools.cache
 def half(name):
   """Two groups, of which the first has the embedding and the first half of the layers."""
-  return traced(name).call("layer_groups", num_groups=2)
+  names = ["shared|embedder", NAMES[name], "*/encoderdecoder_norm|final_norm"]
+  return optax_boost.layer_groups(traced(name).params, names, num_groups=2)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -83,26 +94,6 @@ def test_the_stacked_leaves_are_exactly_the_leaves_of_the_layers(name):
   expected = {path for path in paths if path.startswith(layout.prefix)}
   assert found == (set() if layout.axis is None else expected)
   assert all(layers[0] == layout.axis for layers in axes.values())
-
-
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_each_layer_is_a_group_and_the_shared_embedding_is_in_the_first(name):
-  layout = traced(name)
-  plan = layout.call("layer_groups")
-  (embedding,) = plan.groups[0]
-  assert plan.reused == (embedding,)
-  assert "embed" in embedding
-  layer_paths = [
-    path for path in _paths.leaf_paths(layout.params) if path.startswith(layout.prefix)
-  ]
-  for number, group in enumerate(plan.groups[1:-1]):
-    if layout.axis is None:
-      expected = {path for path in layer_paths if path.startswith(f"{layout.prefix}{number}/")}
-    else:
-      expected = {f"{path}[{':, ' * layout.axis}{number}:{number + 1}]" for path in layer_paths}
-    assert expected == set(map(str, group))
-  assert len(plan.groups) == layout.units + 2
-  assert all("norm" in path for path in plan.groups[-1])
 
 
 def frozen_half(name, layout, frozen_groups=1):
@@ -170,26 +161,3 @@ def stacked(layout):
   layers = layout.call("layer_axes")
   axes = zip(layers.paths, layers.axes, strict=True)
   return {path: of_leaf.stacked for path, of_leaf in axes if of_leaf and of_leaf.stacked}
-
-
-@pytest.mark.parametrize("name", ["lm1b scan", "gemma scan"])
-def test_auto_boost_finds_the_layers_by_itself(name):
-  layout = traced(name)
-  config = {"boost": {"mode": "manual", "less_bn": False}, "grad_freeze": {"param_groups": 2}}
-  boost = optax_boost.auto_boost("O1", config=config)
-  # No warning of layers that are taken as one: it would be an error.
-  if layout.is_nnx:
-    tx = boost.optimizer(optax.sgd(0.1), *layout.split, *layout.args)
-    optimizer = nnx.Optimizer(layout.model, tx, wrt=nnx.Param)
-    step = ob_nnx.make_train_step(loss_of_model)
-    step.lower(layout.model, optimizer, TOKENS, nnx.Rngs(KEY))
-  else:
-    loss, *arrays = layout.split
-    tx = boost.optimizer(optax.sgd(0.1), *layout.split, *layout.args)
-    step = optax_boost.make_train_step(loss, tx)
-    step.lower(step.init(*arrays), *layout.args)
-  freezing = tx.update.form.step.freezing
-  numbers = jax.tree.leaves(freezing.number_leaves(layout.params))
-  for path, number in zip(_paths.leaf_paths(layout.params), numbers, strict=True):
-    if path.startswith(layout.prefix):
-      assert list(np.ravel(number)) == [0, 0, 1, 1], path

@@ -1,12 +1,8 @@
-"""A chain of dense layers and a convolutional network, whose layers form groups."""
+"""A chain of dense layers."""
 
-from flax import linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-
-import optax_boost
-import optax_boost.linen as ob_linen
 
 LAYERS = 4
 
@@ -49,29 +45,3 @@ def with_custom_vjp(function):
 
 
 BATCH = jax.random.normal(jax.random.key(9), (16, 8))
-
-
-class Convolutional(nn.Module):
-  """Convolutions with BatchNorm, and a dense layer."""
-
-  layers: int = 3
-  width: int = 4
-
-  @nn.compact
-  def __call__(self, x, train=True):
-    for _ in range(self.layers):
-      x = nn.Conv(self.width, (3, 3))(x)
-      x = nn.relu(nn.BatchNorm(use_running_average=not train)(x))
-    return nn.Dense(2)(jnp.mean(x, (1, 2)))
-
-
-IMAGES = jax.random.normal(jax.random.key(4), (4, 6, 6, 3))
-
-
-def image_loss(model, batch):
-  return jnp.mean(model(batch) ** 2)
-
-
-def image_plan(variables, num_groups=4):
-  split = ob_linen.split_loss(image_loss, Convolutional(), variables)
-  return optax_boost.layer_groups(*split, IMAGES, num_groups=num_groups)

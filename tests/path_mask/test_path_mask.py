@@ -59,6 +59,10 @@ def test_path_mask_selects_by_patterns_inside_optax_masked():
     ("blocks/[!0-3]", ["blocks/4/kernel"], ["blocks/3", "blocks/44", "blocks"]),
     ("a[+-9]b", ["a1b"], ["a/b"]),
     ("[[]0]", ["[0]"], ["0"]),
+    # A name with brackets matches itself, too.
+    ("w[0,0] 4x0e", ["w[0,0] 4x0e", "up/w[0,0] 4x0e/b"], ["w[0,0] 4x0", "w[1,0] 4x0e"]),
+    ("up/l[0]|v", ["up/l[0]/b", "up/l0", "v"], ["up/l[1]/b", "up/l[00]"]),
+    ("[0]/*", ["[0]/b", "0/b"], ["[0]", "[1]/b"]),
     ("*", ["kernel", "a/b", ""], []),
     # `**` is any number of names.
     ("**/attn/kernel", ["attn/kernel", "encoder/0/attn/kernel"], ["encoder/attn/0/kernel"]),

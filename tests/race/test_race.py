@@ -721,7 +721,7 @@ def test_methods_that_freeze_layers_train_one_seed_at_a_time(vmap):
     return jnp.mean((h[:, 0] - batch["y"]) ** 2)
 
   params = {"a": {"kernel": jnp.eye(3)}, "b": {"kernel": jnp.ones((3, 1))}}
-  groups = optax_boost.layer_groups(network, params, DATA, num_groups=2)
+  groups = optax_boost.layer_groups(params, ["a", "b"])
   schedule = optax_boost.progressive_freezing(2, 6, first=0.5)
   frozen = optax_boost.freeze_layers(optax.sgd(0.05), groups, schedule)
   result = optax_boost.race(

@@ -76,6 +76,15 @@ def test_a_schedule_keeps_lengths_that_take_at_most_085_of_a_full_step(prices, k
   assert {schedule(step) for step in range(1000)} == set(kept)
 
 
+@pytest.mark.parametrize("steps", [1, 4, 8, 12])
+@pytest.mark.parametrize("dear", [None, 8, 32])
+def test_the_prices_of_the_lengths_of_a_short_training_are_enough(steps, dear):
+  lengths = optax_boost.sequence_length_warmup(64, steps).lengths
+  prices = {n: 1.0 if n == dear else n / 65 for n in lengths}
+  schedule = optax_boost.sequence_length_warmup(64, steps, length_prices=prices)
+  assert schedule.lengths == tuple(n for n in lengths if n != dear)
+
+
 @pytest.mark.parametrize(
   ("prices", "error", "message"),
   [

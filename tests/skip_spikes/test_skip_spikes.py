@@ -60,7 +60,7 @@ def test_the_wrapper_skips_the_steps_that_the_formula_says(name, dtype):
   skipped, state = run(NORMS[name], dtype=dtype)
   assert skipped == spikes(NORMS[name])
   assert int(state.spike_count) == sum(skipped) - sum(~np.isfinite(NORMS[name]))
-  assert np.isfinite(state.norm_sum)
+  assert np.isfinite(state.norm_sums).all()
 
 
 def test_after_a_lasting_rise_steps_are_made_again():
@@ -123,6 +123,47 @@ def test_inside_shard_map_all_devices_skip_the_same_steps():
     updates, state = run_step(jnp.array(grads), state)
   assert not np.any(updates)
   np.testing.assert_allclose(state.gradient_norm, np.sqrt((25 + 250000) / 2), rtol=1e-6)
+
+
+@pytest.mark.parametrize("around", [True, False])
+@pytest.mark.parametrize("door", ["update", "apply_gradients", "train_step"])
+def test_each_number_of_frozen_layers_has_a_mean_of_its_own(door, around):
+  """The layers have the same gradient in each step, whose norm is 10 times as long after a thaw."""
+  spiking = lambda tx: optax_boost.skip_spikes(tx, 3.0, start=2)  # noqa: E731
+  schedule = optax_boost.FreezeSchedule(range(30), [1] * 12 + [0, 0, 0, 1, 1, 0] * 3)
+  freezing = lambda tx: optax_boost.freeze_layers(tx, ["body", "head"], schedule)  # noqa: E731
+  sgd = optax.sgd(1.0)
+  tx = spiking(freezing(sgd)) if around else freezing(spiking(sgd))
+  params = {"body": jnp.zeros(1), "head": jnp.zeros(1)}
+  factors = np.ones(30)
+  factors[[8, 20]] = (
+    100,
+    np.nan,
+  )  # a spike of the head, and a bad gradient of a frozen or free layer
+
+  def grads(t):
+    return {"body": jnp.full(1, 10 * (1e3 if t == 5 else 1.0)), "head": jnp.full(1, factors[t])}
+
+  if door == "train_step":
+    loss = lambda p, g: sum(jnp.sum(p[name] * g[name]) for name in p)  # noqa: E731
+    step = optax_boost.make_train_step(loss, tx)
+    state = step.init(params)
+    for t in range(30):
+      state, _ = step(state, grads(t))
+    params, state = state.params, state.opt_state
+  else:
+    state = tx.init(params)
+    for t in range(30):
+      if door == "update":
+        updates, state = jax.jit(tx.update)(grads(t), state, params)
+        params = optax.apply_updates(params, updates)
+      else:
+        params, state = optax_boost.apply_gradients(tx, grads(t), state, params)
+  # Two batches are left out, so 28 steps are made, of which 12 + 2 + 2 + 1 freeze the body.
+  assert (int(state.spike_count), int(state.notfinite_count)) == (1, 1)
+  depths = np.array([1] * 12 + [0, 0, 0, 1, 1, 0] * 3)[:28]
+  np.testing.assert_allclose(params["head"], [-28.0])
+  np.testing.assert_allclose(params["body"], [-10.0 * np.sum(depths == 0)])
 
 
 @pytest.mark.parametrize(

@@ -151,10 +151,9 @@ def test_a_step_sees_the_values_sown_by_its_own_calls(calls):
 
 def test_frozen_dicts_train_as_plain_ones():
   loss = linen.split_loss(lambda *args: loss_fn(*args)[0], Network(), core.freeze(VARIABLES))
-  groups = optax_boost.layer_groups(*loss, BATCH, KEY, num_groups=2)
+  groups = optax_boost.layer_groups(loss[1], ["Dense_0|BatchNorm_0", "Dense_1"])
   assert "BatchNorm_0/scale" in groups.groups[0]
-  schedule = optax_boost.FreezeSchedule(2, lambda count, key: 1)
-  tx = optax_boost.freeze_layers(optax.sgd(0.1), groups, schedule)
+  tx = optax_boost.freeze_layers(optax.sgd(0.1), groups, optax_boost.fixed_freezing(2, 1))
   ends = []
   for wrap in (dict, core.freeze, core.FrozenDict):
     step, state = start(tx, variables=wrap(VARIABLES), has_aux=True)
@@ -183,7 +182,8 @@ def test_a_loss_takes_the_names_of_rng_streams():
     lambda model, x: jnp.mean(model(x) ** 2), Noisy(), variables, rngs=("noise",)
   )
   boost = optax_boost.auto_boost("O1", config={"grad_freeze": {"param_groups": 2}})
-  tx = boost.optimizer(optax.sgd(0.1), loss, params, model_state, x, KEY)
+  groups = ["Dense_0", "Dense_1"]
+  tx = boost.optimizer(optax.sgd(0.1), loss, params, model_state, x, KEY, groups=groups)
   step = optax_boost.make_train_step(loss, tx)
   _, metrics = step(step.init(params, model_state), x, KEY)
   assert metrics["frozen_groups"] == 0

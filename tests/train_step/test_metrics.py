@@ -42,7 +42,8 @@ def metrics_of(row):
 def test_the_page_has_the_metrics_of_every_step_with_their_dtypes_and_shapes():
   """The cards, of which the page is made."""
   returned = {}
-  for row in registry.ROWS:
+  # What the tests put around a step of the root hides it from the train step.
+  for row in (row for row in registry.ROWS if not (row.is_root and row.extra)):
     for name, value in metrics_of(row).items():
       returned.setdefault(name, set()).add((row.factory, value.dtype.name, value.shape))
   shapes = {"": (), ", one per leaf": (len(jax.tree.leaves(problems.params())),)}

@@ -384,7 +384,7 @@ def test_statistics_of_frozen_layers_do_not_change_with_rngs_or_with_a_new_varia
     return loss_fn(model, batch)[0]
 
   model = Network(nnx.Rngs(0))
-  schedule = optax_boost.FreezeSchedule(2, lambda count, key: count * 0 + 1)
+  schedule = optax_boost.fixed_freezing(2, 1)
   tx = optax_boost.freeze_layers(optax.sgd(0.1), ["hidden|norm", "out"], schedule)
   optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
   metrics = ob_nnx.make_train_step(loss)(model, optimizer, BATCH, nnx.Rngs(0))
@@ -470,7 +470,6 @@ REFUSED = {
     TypeError,
     r"`batch` must hold arrays.* 'x' is 'text' of type",
   ),
-  "rngs in the batch": ({"batch": {"x": nnx.Rngs(0)}}, TypeError, r"can't hold an nnx.Rngs.*`rng`"),
   "a seed": ({"rng": 3}, TypeError, r"`rng` must be a key, an `nnx.Rngs`.*got 3"),
   "numbers": ({"rng": jnp.ones(3)}, TypeError, r"`rng` must be one key of `jax.random.key`; got"),
   "keys": ({"rng": jax.random.split(jax.random.key(0))}, TypeError, r"`rng` must be one key"),
@@ -668,9 +667,6 @@ def test_variables_whose_values_are_dictionaries_train_as_separate_variables(val
   for _ in range(3):
     pure_state, _ = pure_step(pure_state, x)
   np.testing.assert_allclose(pure_state.params["scale"], values[1], rtol=1e-5)
-  used = len(jax.tree.leaves(params))
-  groups = optax_boost.layer_groups(pure, params, model_state, x).groups
-  assert sum(map(len, groups)) == used
 
 
 def test_leaves_of_a_dictionary_in_a_variable_are_frozen_by_their_path():
@@ -687,8 +683,7 @@ def test_leaves_of_a_dictionary_in_a_variable_are_frozen_by_their_path():
     return jnp.mean(model(x) ** 2)
 
   x = jnp.eye(4)
-  traced = optax_boost.layer_groups(*ob_nnx.split_loss(loss, Net()), x, num_groups=2)
-  for groups, bias in ((traced, 1.0), (["body/w", "body/b|head"], 0.9)):
+  for groups, bias in ((["body", "head"], 1.0), (["body/w", "body/b|head"], 0.9)):
     model = Net()
     tx = optax_boost.freeze_layers(optax.adam(0.1), groups, optax_boost.fixed_freezing(2, 1))
     ob_nnx.make_train_step(loss)(model, nnx.Optimizer(model, tx, wrt=nnx.Param), x)

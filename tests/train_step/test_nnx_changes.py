@@ -9,7 +9,6 @@ import numpy as np
 import optax
 import pytest
 
-import optax_boost
 import optax_boost.nnx as ob_nnx
 
 if not hasattr(nnx, "List"):
@@ -255,37 +254,6 @@ def test_a_model_that_holds_unusual_things_trains(held):
   if held == "a raw array":
     model.thing = nnx.data(jnp.full(2, 2.0))
     expect_right_steps(step, model, optimizer)
-
-
-NAMES = ["layers/0", "layers/1|extra|norm"]
-STAGES = {
-  "freezing/made_for/settings": [
-    optax_boost.freeze_layers(optax.adam(0.1), NAMES, optax_boost.gradual_unfreezing(2, every=n))
-    for n in (9, 2)
-  ],
-  "averaging/formula": [
-    optax_boost.average_params(optax.adam(0.1), **option)
-    for option in ({"start": 0}, {"decay": 0.9})
-  ],
-}
-
-
-@pytest.mark.parametrize("words", STAGES)
-def test_arrays_of_another_configuration_are_refused(words):
-  """``nnx.update`` and Orbax take over arrays alone: frozen layers would thaw a step late."""
-  first, second = STAGES[words]
-  step = ob_nnx.make_train_step(loss_fn)
-  model, optimizer = make(first)
-  step(model, optimizer, X)
-  for tx in (first, second):
-    later = nnx.Optimizer(model, tx, wrt=nnx.Param)
-    nnx.update(later, nnx.state(optimizer))
-    if tx is first:
-      step(model, later, X)
-  with pytest.raises(ValueError, match=f"state must be the one .*{words}"):
-    step(model, later, X)
-  with pytest.raises(ValueError, match=f"state must be the one .*{words}"):
-    later.update(model, nnx.grad(loss_fn)(model, X))
 
 
 @pytest.mark.skipif(not hasattr(nnx, "cached_partial"), reason="this flax has no cached_partial")

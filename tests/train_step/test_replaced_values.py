@@ -222,7 +222,7 @@ def test_values_of_the_frozen_layers_of_a_scan_do_not_change():
   variables = module.init(KEY, X)
   variables = flax_loop(module, variables, 1, trained=("blocks", "head"))
   loss, params, model_state = linen.split_loss(mean_square, module, variables)
-  groups = optax_boost.layer_groups(loss, params, model_state, X)
+  groups = optax_boost.layer_groups(params, ["blocks[*]", "head"])
   tx = optax_boost.freeze_layers(
     optax.sgd(0.1), groups, optax_boost.fixed_freezing(len(groups.groups), 2)
   )

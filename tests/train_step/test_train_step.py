@@ -681,7 +681,6 @@ def test_a_whole_nnx_model_and_missing_statistics_are_refused():
   boost = optax_boost.auto_boost("O1", 10)
   for function in (
     step.init,
-    lambda model: optax_boost.layer_groups(loss, model, jnp.ones((3, 2))),
     lambda model: optax_boost.layer_axes(loss, model, jnp.ones((3, 2))),
     lambda model: boost.optimizer(optax.sgd(0.1), loss, model, jnp.ones((3, 2))),
   ):

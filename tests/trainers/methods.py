@@ -40,6 +40,7 @@ class Program:
   layout: str = "flax"
   falls: bool = True
   axis: str | None = None  # of replicas, whose gradients the trainer averages
+  wraps: bool = False  # puts a wrapper of optax around the optimizer
 
 
 def host(tree: Any) -> Any:
@@ -215,6 +216,9 @@ METHODS = {
 
 
 OF_KERNELS = {"centralize", "lars", "sgperm", "laperm"}
+# What must be around all wrappers of optax.
+OF_ROOT = {"average_params", "dynamic_loss_scale", "freeze_layers", "master_weights"}
+OF_ROOT |= {"stochastic_rounding"}
 
 
 def check(program: Program, name: str) -> None:
@@ -237,8 +241,9 @@ def quick_and_slow(programs: dict[str, Program], *quick: str) -> Any:
   for i, (label, program) in enumerate(programs.items()):
     chosen = quick[2 * i : 2 * i + 2]
     assert len(chosen) == 2
-    useless = (set() if program.axis else {"adasum"}) | (set() if program.kernel else OF_KERNELS)
-    for name in [name for name in METHODS if name not in useless]:
+    left_out = (set() if program.axis else {"adasum"}) | (set() if program.kernel else OF_KERNELS)
+    left_out |= OF_ROOT if program.wraps else set()
+    for name in [name for name in METHODS if name not in left_out]:
       marks = [] if name in chosen else [pytest.mark.slow]
       rows.append(pytest.param(program, name, id=f"{label}-{name}", marks=marks))
   return pytest.mark.parametrize(("program", "method"), rows)

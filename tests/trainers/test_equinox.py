@@ -86,14 +86,14 @@ def levanter(tx):
   trained = eqx.tree_at(lambda tree: tree.positions, trained, replace=False)
   initial = methods.host(eqx.filter(model, trained))
 
-  def wrapped(scale):
-    # Wrappers go around the chain that the loop makes.
-    return _wrapper.replace_inner(
-      optax.with_extra_args_support(tx),
-      lambda inner: optax.chain(optax.clip_by_global_norm(1e3), inner, optax.scale(scale)),
-    )
+  def injected(inner):
+    def scaled(scale):
+      return optax.chain(optax.clip_by_global_norm(1e3), inner, optax.scale(scale))
 
-  tx_of_trainer = optax.inject_hyperparams(wrapped)(scale=optax.constant_schedule(1.0))
+    return optax.inject_hyperparams(scaled)(scale=optax.constant_schedule(1.0))
+
+  # Our wrappers go around what the loop makes.
+  tx_of_trainer = _wrapper.replace_inner(optax.with_extra_args_support(tx), injected)
 
   @eqx.filter_jit(donate="all")
   def step(state):

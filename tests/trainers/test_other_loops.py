@@ -257,8 +257,8 @@ PROGRAMS = {
   "maxtext": methods.Program(maxtext, "token_embedder", "logits_dense/kernel", "bias|scale"),
   "hugging_face": methods.Program(hugging_face, "embeddings", "decoder/kernel", axis="batch"),
   "haiku": pure(haiku, vectors="b"),
-  "lookahead": pure(lookahead, vectors="b"),
-  "multi_steps": pure(multi_steps, vectors="b"),
+  "lookahead": pure(lookahead, vectors="b", wraps=True),
+  "multi_steps": pure(multi_steps, vectors="b", wraps=True),
   "ensemble": pure(ensemble, vectors="b"),
   "flow": methods.Program(flow, "/0", "1/mlp/~/linear_1/w", "b"),
 }
@@ -268,9 +268,9 @@ PROGRAMS = {
   PROGRAMS,
   *("centralize", "freeze_layers"),
   *("dynamic_loss_scale", "average_params"),
-  *("record_trajectory", "freeze_layers"),
-  *("accumulate", "master_weights"),
-  *("dynamic_loss_scale", "layerwise_decay"),
+  *("master_weights", "freeze_layers"),
+  *("accumulate", "layerwise_decay"),
+  *("record_trajectory", "layerwise_decay"),
   *("switch_after", "sgperm"),
   *("stochastic_rounding", "lars"),
 )

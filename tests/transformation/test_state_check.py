@@ -1,6 +1,7 @@
 """The state of other params, or of another optimizer, is named before a step is made with it."""
 
 import dataclasses
+import functools
 from typing import Any
 
 from flax import nnx
@@ -21,12 +22,12 @@ def loss_fn(params, batch):
   return sum(jnp.sum(leaf) * batch for leaf in jax.tree.leaves(params))
 
 
-def steps(tx, state):
+def steps(tx, state, params=PARAMS):
   """A step with a state, through each door that checks whose it is."""
   step = optax_boost.make_train_step(loss_fn, tx, donate=False)
-  trained = step.init(PARAMS)._replace(opt_state=state)
+  trained = step.init(params)._replace(opt_state=state)
   return {
-    "apply_gradients": lambda: optax_boost.apply_gradients(tx, PARAMS, state, PARAMS),
+    "apply_gradients": lambda: optax_boost.apply_gradients(tx, params, state, params),
     "train_step": lambda: step(trained, 1.0),
   }
 
@@ -111,34 +112,54 @@ def statistics(name):
       "it lacks the leaf 'precision/key'",
     ),
     (
-      optax_boost.average_params(optax.sgd(0.1), start=0),
-      optax_boost.average_params(optax.sgd(0.1), start=9),
-      "it has 'averaging/formula/start=0', not 'averaging/formula/start=9'",
-    ),
-    (
-      optax_boost.average_params(optax.sgd(0.1), start=0),
-      optax_boost.average_params(optax.sgd(0.1), decay=0.9),
-      "it has 'averaging/formula/start=0', not 'averaging/formula/decay'",
-    ),
-    (
       optax_boost.average_params(optax.sgd(0.1), **statistics("mean")),
       optax_boost.average_params(optax.sgd(0.1), **statistics("average")),
       "it lacks the leaf 'averaging/statistics/average'",
     ),
-    (
-      frozen(1),
-      frozen(0),
-      r"it has '.*schedule: fixed_freezing\(2, 1, .*, not '.*fixed_freezing\(2, 0, ",
-    ),
     (frozen(1, counts="run"), frozen(1), "it lacks the leaf 'freezing/group_counts/0'"),
   ],
-  ids=["rounding", "key", "start", "start and decay", "statistics", "schedule", "counts"],
+  ids=["rounding", "key", "statistics", "counts"],
 )
 @pytest.mark.parametrize("jitted", [False, True])
 def test_a_wrapper_refuses_the_state_of_another_configuration(first, second, words, jitted):
   update = jax.jit(second.update) if jitted else second.update
   with pytest.raises(ValueError, match=REQUIRED + f".*{words}"):
     update(HALF, first.init(HALF), HALF)
+
+
+@pytest.mark.parametrize(
+  "wrapper",
+  [
+    optax_boost.master_weights,
+    functools.partial(optax_boost.accumulate, every=2),
+    functools.partial(optax_boost.average_params, decay=0.5),
+    optax_boost.dynamic_loss_scale,
+  ],
+)
+def test_a_leaf_that_gets_another_name_in_mid_run_is_refused_by_its_name(wrapper):
+  """JAX's hash of a tree ignores the keys of dicts, so the two trees have one hash."""
+  tx = wrapper(optax.adam(0.1))
+  renamed = {"a": PARAMS["a"], "c": PARAMS["b"]}
+  _, state = optax_boost.apply_gradients(tx, PARAMS, tx.init(PARAMS), PARAMS)
+  for step in (lambda: tx.update(renamed, state, renamed), *steps(tx, state, renamed).values()):
+    with pytest.raises(ValueError, match=REQUIRED + r"it lacks the leaf '.*/c'"):
+      step()
+  tx.update(renamed, tx.init(renamed), renamed)
+
+
+def as_lists(tree):
+  """A state whose tuples are lists, as some formats of files restore them."""
+  if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+    return type(tree)(*map(as_lists, tree))
+  return list(map(as_lists, tree)) if isinstance(tree, tuple) else tree
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+def test_lists_in_the_place_of_tuples_are_refused(jitted):
+  for tx in (frozen(0), optax_boost.accumulate(optax.adam(0.1), 1)):
+    update = jax.jit(tx.update) if jitted else tx.update
+    with pytest.raises(ValueError, match=REQUIRED + "it has a list in place of a tuple"):
+      update(HALF, as_lists(tx.init(HALF)), HALF)
 
 
 def test_a_wrapper_refuses_a_state_that_would_broadcast():

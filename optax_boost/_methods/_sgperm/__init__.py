@@ -11,6 +11,7 @@ Modules:
   _pairs_and_ranks  the methods "pairs" and "rank"
   _execution        runs a method on all leaves, in blocks of weight vectors and across devices
   _sorting          stable sorts that are fast on CPUs
+  _exact_params     params after a step exactly, not by one rounding
   _permuted_params  the trained model: exact params, the permutation, and its file
 """
 

@@ -19,16 +19,20 @@ import optax
 
 from optax_boost._form import _protocol, _skipped_steps, _transformation
 from optax_boost._foundation import _arrays, _checks, _conditionals, _types
-from optax_boost._methods._sgperm import _execution, _pairs_and_ranks, _sorting, _weight_vectors
+from optax_boost._methods._sgperm import (
+  _exact_params,
+  _execution,
+  _pairs_and_ranks,
+  _sorting,
+  _weight_vectors,
+)
 from optax_boost._step import _nesting
 from optax_boost._trace import _layer_axes
 
 _METHOD = "laperm"
 
 
-@_protocol.declares(
-  exact=("permuted_params",), exact_if=("synced",), outcome=("made",), takes=("layers",)
-)
+@_protocol.declares(exact=("permuted_params",), outcome=("made",), takes=("layers",))
 class LapermState(NamedTuple):
   """State of :func:`laperm`: two copies of the params and the inner state.
 
@@ -49,6 +53,12 @@ class LapermState(NamedTuple):
   permutation: optax.Params
   inner_state: optax.OptState
   made: _types.BoolScalar
+
+  def exact_params(
+    self, new: optax.Params, params: optax.Params, updates: optax.Updates
+  ) -> optax.Params:
+    """Returns `new`, which is params plus updates, exactly as it is after a synchronization."""
+    return _exact_params.exact_params(new, params, updates, self.permuted_params, self.synced)
 
 
 def laperm(

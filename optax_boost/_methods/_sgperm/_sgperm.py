@@ -33,6 +33,7 @@ from optax_boost._form import _finiteness, _protocol, _transformation
 from optax_boost._foundation import _arrays, _checks, _trees, _types
 from optax_boost._methods._sgperm import (
   _device_search,
+  _exact_params,
   _execution,
   _host_search,
   _pairs_and_ranks,
@@ -78,6 +79,12 @@ class SgpermState(NamedTuple):
   ranks: optax.Params
   ranked_axes: _types.IntScalar
   notfinite_count: _types.IntScalar
+
+  def exact_params(
+    self, new: optax.Params, params: optax.Params, updates: optax.Updates
+  ) -> optax.Params:
+    """Returns `new`, which is params plus updates, exactly as it is after the step."""
+    return _exact_params.exact_params(new, params, updates, self.permuted_params)
 
 
 def sgperm(

@@ -27,15 +27,18 @@ from optax_boost._step._freezing import _state_layout
 _CallKey: TypeAlias = int | tuple[Any, ...]
 
 
-def group_classes(depths: Sequence[int] | np.ndarray | None, num_groups: int) -> list[int]:
-  """Returns for each group the number of its class.
+def shared_counts(counts: jax.Array, classes: Sequence[int]) -> jax.Array:
+  """Returns the counts of the groups; groups of a class get the smallest count among them.
 
-  Two groups share a class if each of the schedule's `depths` freezes both or neither. If `depths`
-  is None, any depth may occur, so each group has a class of its own.
+  Their counts differ only after steps of another schedule. The smallest makes steps too short for
+  some layers for a while, and another one would make steps too long.
   """
-  if depths is None:
-    return list(range(num_groups))
-  return [sum(depth <= group for depth in depths) for group in range(num_groups)]
+  if len({*classes}) == len(classes):
+    return counts
+  same = np.equal.outer(classes, classes)
+  if counts.dtype == bool:
+    return jnp.any(same & counts, axis=1)
+  return jnp.min(jnp.where(same, counts, jnp.iinfo(counts.dtype).max), axis=1)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -47,7 +50,7 @@ class GroupCounts:
       each leaf of this state belongs.
     counts: for each entry of ``layout.counts``, a vector; its entry i is the count of group i.
     classes: the class of each group. Groups of a class are always trained in the same steps, so
-      their counts are equal (:func:`group_classes`).
+      their counts are equal.
     leaf_groups: the group of each param, as a tree of the gradients' structure.
     first_trained: the first group that this step may train; the groups before it are frozen.
   """
@@ -60,22 +63,21 @@ class GroupCounts:
 
   def advanced(
     self,
-    before: _types.OptState,
-    after: _types.OptState,
-    depth: _types.IntScalar,
+    inner_state: _types.OptState,
+    depth: _types.IntScalar | np.integer,
     made: _types.BoolScalar,
   ) -> tuple[jax.Array, ...]:
     """Returns the counts of all groups after a step; the counts of frozen groups are unchanged.
 
-    `before` and `after` are the inner optimizer's states before and after the step, `depth` is the
-    number of frozen groups, and `made` tells whether the step was made.
+    `inner_state` is the inner optimizer's state after the step, `depth` is the number of frozen
+    groups, and `made` tells whether the step was made.
     """
-    old, new = jax.tree.leaves(before), jax.tree.leaves(after)
+    leaves = jax.tree.leaves(inner_state)
     is_trained = (np.arange(len(self.classes), dtype=np.int32) >= depth) & jnp.asarray(made)
 
     def advance(index: int, vector: jax.Array) -> jax.Array:
-      x, y = _placement.in_device_memory(old[index]), _placement.in_device_memory(new[index])
-      advanced = y if vector.dtype == bool else vector + (y - x)
+      after = _placement.in_device_memory(leaves[index])
+      advanced = after if vector.dtype == bool else vector + (after - vector[-1])
       return jnp.where(is_trained, advanced, vector)
 
     return tuple(map(advance, self.layout.counts, self.counts))
@@ -100,9 +102,8 @@ class GroupCounts:
     ):
       # `jit` traces `update` once, not once for each class.
       update = jax.jit(update)
-    # The last group is never frozen, so its counts are the counts in the state.
-    results = {keys[-1]: update(gradients, state, params)}
-    for group in range(self.first_trained, len(keys)):
+    results: dict[_CallKey, Any] = {}
+    for group in range(len(keys) - 1, self.first_trained - 1, -1):
       if keys[group] not in results:
         state_of_group = jax.tree.map(
           lambda x, position, group=group: self.counts[position][group] if position >= 0 else x,

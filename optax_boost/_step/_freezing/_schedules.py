@@ -1,4 +1,4 @@
-"""Schedules, which compute from the step and a key how many groups of layers are frozen.
+"""Schedules, tables of how many groups of layers each step freezes.
 
 G is the number of groups, of which the last is never frozen. A depth is a number of groups that a
 step may freeze, from 0 to G - 1; D is the number of depths.
@@ -7,7 +7,7 @@ Sources: MindSpore Boost's ``GradientFreeze``; Brock et al., "FreezeOut", arXiv:
 Ruder, "Universal Language Model Fine-tuning", arXiv:1801.06146.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 import dataclasses
 import fractions
 import math
@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpy.typing as npt
 
 from optax_boost._foundation import _checks, _types, _warnings
 
@@ -25,84 +26,197 @@ _LONGEST_PERIOD = 10_000
 _ROUNDING = 2.0**-52
 # The largest number of groups. Schedules hold an array with an entry for each group.
 _MOST_GROUPS = 10_000
+# How many draws a random schedule makes at least before they repeat.
+_NUM_DRAWS = 10_000
 # The default of `max_depths`, since a train step compiles a program for each depth.
 _MOST_DEPTHS = 10
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False, init=False)
 class FreezeSchedule:
-  """A schedule of how many groups are frozen in each step.
+  """A table of how many groups of layers each step freezes.
+
+  For a function ``f(step)`` of your own, evaluate it for all steps of the run:
+  ``FreezeSchedule(range(total), [f(step) for step in range(total)])``. A train step compiles a
+  program for each depth (number of frozen groups).
+
+  Args:
+    steps: the steps at which the depth changes, ascending from 0. Steps at which it stays may be
+      among them.
+    depths: for each of `steps`, how many groups are frozen from this step on.
+    cycle: two steps; the steps from the first to the one before the second repeat from the second
+      on. None: the last depth stays.
+    num_groups: the number of groups. None: the schedule fits any number above its largest depth.
+    anneal_until: for each group, the step until which a cosine anneals the group's updates to zero.
+      None: no annealing.
 
   Attributes:
-    num_groups: the number of groups.
-    frozen_groups: a pure function of the step (scalar int32) and a key. It returns how many groups
-      the step freezes, a scalar integer; less than 0 counts as 0.
-    learning_rate_scale: a function of the step that returns a factor for the updates of each group,
-      an array of `num_groups` numbers; None: no factors.
-    depths: all values that `frozen_groups` may return. Groups that each value freezes together or
-      trains together share their step counts. None: 0, ..., num_groups - 1. Another value is an
-      error in a train step, and outside of ``jit``; your own ``jit`` can't raise, and takes the
-      next smaller value of `depths`.
-    name: tells the schedule from others. A training can't go on with another schedule, so a state
-      keeps the name, and :func:`freeze_layers` compares it.
+    steps: the steps at which the depth changes, int32. Of an argument, only changes are kept.
+    depths: the depth from each of these steps on, int32.
+    cycle: as the argument.
+    num_groups: as the argument; with `anneal_until` it is never None.
+    anneal_until: as the argument, in NumPy.
+
+  Raises:
+    TypeError: a table has other entries than whole numbers, or traced ones.
+    ValueError: `steps` don't ascend from 0; a depth is not below `num_groups`; or `cycle` does not
+      end after the last of `steps`.
+
+  Examples:
+    >>> import optax_boost
+    >>> schedule = optax_boost.FreezeSchedule([0, 100, 200], [2, 1, 0])
+    >>> [int(schedule.frozen_groups(step)) for step in (0, 99, 100, 500)]
+    [2, 2, 1, 0]
+    >>> turns = optax_boost.FreezeSchedule(range(6), [t % 3 for t in range(6)], cycle=(0, 6))
+    >>> [int(turns.frozen_groups(step)) for step in range(8)]
+    [0, 1, 2, 0, 1, 2, 0, 1]
   """
 
-  num_groups: int
-  frozen_groups: Callable[[jax.Array, jax.Array], jax.typing.ArrayLike]
-  learning_rate_scale: Callable[[jax.Array], jax.Array] | None = None
-  depths: Sequence[int] | np.ndarray | None = None
-  name: str = ""
+  steps: np.ndarray
+  depths: np.ndarray
+  cycle: tuple[int, int] | None
+  num_groups: int | None
+  anneal_until: np.ndarray | None
 
-  def __post_init__(self) -> None:
-    object.__setattr__(self, "num_groups", _check_num_groups(self.num_groups))
-    if self.depths is not None:
-      object.__setattr__(self, "depths", _check_depths(self.depths, self.num_groups))
-    _checks.check_callable("frozen_groups", self.frozen_groups, "frozen_groups(step, key)", takes=2)
-    scale = self.learning_rate_scale
-    form = "learning_rate_scale(step)"
-    _checks.check_callable("learning_rate_scale", scale, form, optional=True, takes=1)
+  def __init__(
+    self,
+    steps: npt.ArrayLike,
+    depths: npt.ArrayLike,
+    *,
+    cycle: tuple[int, int] | None = None,
+    num_groups: int | None = None,
+    anneal_until: npt.ArrayLike | None = None,
+  ):
+    at, values = _table("steps", steps), _table("depths", depths)
+    if len(at) != len(values):
+      raise ValueError(
+        "`steps` and `depths` must be of the same length, with a depth for each step; got"
+        f" {len(at)} and {len(values)}."
+      )
+    if at[0] != 0 or np.any(np.diff(at) < 0):
+      raise ValueError(
+        f"`steps` must ascend from 0, the first step of a run; got {_checks.shorten(steps)}."
+      )
+    if anneal_until is not None:
+      anneal_until = _check_anneal_until(anneal_until, num_groups)
+      num_groups = len(anneal_until)
+    if num_groups is not None:
+      num_groups = _check_num_groups(num_groups)
+    largest = _MOST_GROUPS if num_groups is None else num_groups
+    if not 0 <= values.min() <= values.max() < largest:
+      raise ValueError(
+        f"`depths` must be from 0 to {largest - 1}, since the last group is never frozen; got"
+        f" {_checks.shorten(depths)}."
+      )
+    # Of several depths for one step the last counts; then only changes are kept.
+    last = np.append(np.diff(at) > 0, True)
+    at, values = at[last], values[last]
+    changes = np.append(True, np.diff(values) != 0)
+    object.__setattr__(self, "steps", at[changes])
+    object.__setattr__(self, "depths", values[changes])
+    object.__setattr__(self, "cycle", None if cycle is None else _check_cycle(cycle, int(at[-1])))
+    object.__setattr__(self, "num_groups", num_groups)
+    object.__setattr__(self, "anneal_until", anneal_until)
+
+  def frozen_groups(self, step: npt.ArrayLike | jax.Array) -> Any:
+    """Returns how many groups a step freezes: on the host, or, for a JAX array, on the device.
+
+    A schedule with one depth returns it as a NumPy number for any scalar, so that traced steps know
+    which layers are frozen.
+    """
+    if len(self.depths) == 1 and np.ndim(step) == 0:
+      return self.depths[0]
+    if _checks.is_array(step):
+      position = self._in_table(jnp.asarray(step, jnp.int32), jnp)
+      # Drawn tables have thousands of steps, in which a search takes fewer operations.
+      method = "compare_all" if len(self.steps) < 64 else "scan"
+      index = jnp.searchsorted(self.steps, position, side="right", method=method) - 1
+      return jnp.asarray(self.depths)[index]
+    return self.depths[self._index(self._in_table(np.asarray(step), np))]
+
+  def frozen_for(self, step: int) -> int:
+    """Returns for how many steps from `step` on the number of frozen groups stays as it is.
+
+    If it stays for ever, the largest int32 is returned.
+    """
+    position = int(self._in_table(np.asarray(step), np))
+    index = self._index(position)
+    if index < len(self.steps) - 1:
+      return int(self.steps[index + 1]) - position
+    if self.cycle is None:
+      return _checks.LARGEST_COUNT
+    first, end = self.cycle
+    again = self._index(first)
+    if self.depths[again] != self.depths[index]:
+      return end - position
+    if again == index:
+      return _checks.LARGEST_COUNT
+    return end - position + int(self.steps[again + 1]) - first
+
+  def _in_table(self, step: Any, numbers: Any) -> Any:
+    """Returns the step of the table that a step repeats; `numbers` is NumPy or ``jax.numpy``."""
+    if self.cycle is None:
+      return step
+    first, end = self.cycle
+    return numbers.where(step < end, step, first + (step - first) % (end - first))
+
+  def _index(self, position: int | np.ndarray) -> Any:
+    return np.searchsorted(self.steps, position, side="right") - 1
+
+  def anneal(self, step: _types.IntScalar) -> jax.Array | None:
+    """Returns a factor for the updates of each group, or None."""
+    if self.anneal_until is None:
+      return None
+    ends = jnp.asarray(self.anneal_until, jnp.float32)
+    progress = jnp.minimum(jnp.asarray(step, jnp.float32) / ends, 1.0)
+    return 0.5 * (1 + jnp.cos(jnp.pi * progress))
 
 
-def scalar_depth(depth: Any) -> _types.IntScalar:
-  """Returns a schedule's depth, at least 0; raises TypeError unless it is a scalar integer."""
-  if _checks.is_integer(depth):
-    depth = np.int32(min(max(int(depth), 0), _checks.LARGEST_COUNT))
-  words = "a scalar integer, how many groups are frozen"
-  _check_returned("frozen_groups(step, key)", depth, (), jnp.integer, words)
-  return jnp.maximum(jnp.asarray(depth).astype(jnp.int32), 0)
+def _table(name: str, values: npt.ArrayLike) -> np.ndarray:
+  """Returns a vector of int32 from an argument; raises for other numbers, and for traced ones."""
+  try:
+    array = np.asarray(values)
+  except (ValueError, jax.errors.TracerArrayConversionError):
+    array = np.empty(())
+  if array.ndim != 1 or not (array.size and np.issubdtype(array.dtype, np.integer)):
+    raise TypeError(
+      f"`{name}` must be a list of whole numbers that are known before the training; got"
+      f" {_checks.shorten(values)}. Evaluate a function for all steps of the run, outside of `jit`:"
+      " `FreezeSchedule(range(total), [int(f(step)) for step in range(total)])`."
+    )
+  if not np.array_equal(array, array.astype(np.int32)):
+    raise ValueError(f"`{name}` must fit an int32; got {_checks.shorten(values)}.")
+  return array.astype(np.int32)
 
 
-def scale_per_group(scale: Any, num_groups: int) -> jax.Array:
-  """Returns a schedule's factors as an array; raises TypeError unless each group has a factor."""
-  words = f"an array of {num_groups} numbers, one per group"
-  _check_returned("learning_rate_scale(step)", scale, (num_groups,), jnp.number, words)
-  return jnp.asarray(scale)
+def _check_cycle(cycle: tuple[int, int], last_step: int) -> tuple[int, int]:
+  is_pair = isinstance(cycle, Sequence) and len(cycle) == 2 and all(map(_checks.is_integer, cycle))
+  if not (is_pair and 0 <= cycle[0] < cycle[1] and last_step < cycle[1] <= _checks.LARGEST_COUNT):
+    raise ValueError(
+      "`cycle` must be None or two steps, the first that repeats and the end, which comes after the"
+      f" last of `steps`, {last_step}; got {_checks.shorten(cycle)}. For a table that repeats as a"
+      f" whole and ends after step {last_step}, pass cycle=(0, {last_step + 1})."
+    )
+  return int(cycle[0]), int(cycle[1])
 
 
-def _check_returned(
-  call: str, value: Any, shape: tuple[int, ...], kind: _types.Dtype, words: str
-) -> None:
-  is_array = _checks.is_any_array(value) or isinstance(value, np.generic)
-  fits = is_array and jnp.shape(value) == shape and jnp.isrealobj(value)
-  if not (fits and jnp.issubdtype(jnp.result_type(value), kind)):
-    got = f"{jnp.result_type(value)}{jnp.shape(value)}" if is_array else _checks.shorten(value)
-    raise TypeError(f"`{call}` of a FreezeSchedule must return {words}; it returned {got}.")
+def _check_anneal_until(steps: npt.ArrayLike, num_groups: int | None) -> np.ndarray:
+  try:
+    ends = np.asarray(steps, np.float64)
+  except (TypeError, ValueError, jax.errors.TracerArrayConversionError):
+    ends = np.empty(())
+  fits = ends.ndim == 1 and ends.size and bool(np.all((ends > 0) & np.isfinite(ends)))
+  if not fits or num_groups not in (None, len(ends)):
+    raise ValueError(
+      "`anneal_until` must be None or a list of steps above 0, one for each group"
+      f"{'' if num_groups is None else f' of {num_groups}'}; got {_checks.shorten(steps)}."
+    )
+  return ends
 
 
 def _check_num_groups(num_groups: int) -> int:
   _checks.check_whole_number("num_groups", num_groups, maximum=_MOST_GROUPS, static=True)
   return int(num_groups)
-
-
-def _check_depths(depths: Sequence[int] | np.ndarray, num_groups: int) -> tuple[int, ...]:
-  values = tuple(np.asarray(depths).tolist()) if np.ndim(depths) == 1 else ()
-  fits = values and all(map(_checks.is_integer, values))
-  if not (fits and min(values) >= 0 and max(values) < num_groups):
-    raise ValueError(
-      f"`depths` must be integers from 0 to {num_groups - 1}, how many groups a step may freeze;"
-      f" got {_checks.shorten(depths)}."
-    )
-  return tuple(sorted(set(values)))
 
 
 def _spread_depths(num_groups: int, max_depths: int) -> np.ndarray:
@@ -161,7 +275,7 @@ def continuous_freezing(
   Examples:
     >>> import optax_boost
     >>> schedule = optax_boost.continuous_freezing(4, frozen_fraction=0.5)
-    >>> [int(schedule.frozen_groups(step, None)) for step in range(8)]
+    >>> [int(schedule.frozen_groups(step)) for step in range(8)]
     [0, 0, 0, 1, 2, 3, 0, 0]
   """
   num_groups, share = _check_share(num_groups, frozen_fraction)
@@ -182,21 +296,15 @@ def continuous_freezing(
     )
   # The length of a cycle must fit into an int32.
   unfrozen = min(unfrozen, _checks.LARGEST_COUNT - len(depths))
-  cycle = unfrozen + len(depths) - 1
-
-  def frozen_groups(count: _types.IntScalar, key: jax.Array) -> _types.IntScalar:
-    return jnp.asarray(depths)[jnp.maximum(count % cycle - unfrozen + 1, 0)]
-
-  return FreezeSchedule(
-    num_groups,
-    frozen_groups,
-    depths=depths if unfrozen else depths[1:],
-    name=f"continuous_freezing({num_groups}, {share}, max_depths={max_depths})",
-  )
+  frozen = np.arange(len(depths) - 1) + unfrozen
+  steps = np.append(0, frozen) if unfrozen else frozen
+  cycle = (0, unfrozen + len(depths) - 1)
+  depths = depths if unfrozen else depths[1:]
+  return FreezeSchedule(steps, depths, cycle=cycle, num_groups=num_groups)
 
 
 def interval_freezing(
-  num_groups: int, frozen_fraction: float, *, max_depths: int = _MOST_DEPTHS
+  num_groups: int, frozen_fraction: float, *, max_depths: int = _MOST_DEPTHS, seed: int = 0
 ) -> FreezeSchedule:
   """Freezes at regular intervals; freezes i of G groups with a probability proportional to G - i.
 
@@ -205,32 +313,31 @@ def interval_freezing(
     frozen_fraction: as for :func:`continuous_freezing`.
     max_depths: as for :func:`continuous_freezing`. With more groups than depths, the i-th of D
       depths has a probability proportional to D - i.
+    seed: the seed of NumPy's draws.
 
   Returns:
     A :class:`FreezeSchedule` that freezes in the same steps as MindSpore. How many groups it
-    freezes is drawn from the key of :func:`freeze_layers`, independently in each step.
+    freezes in a step is drawn for the first steps, 10,000 or some more; then the draws repeat.
 
   Examples:
-    >>> import jax, optax_boost
+    >>> import optax_boost
     >>> schedule = optax_boost.interval_freezing(4, frozen_fraction=0.5)
-    >>> depths = [int(schedule.frozen_groups(step, jax.random.key(0))) for step in range(8)]
+    >>> depths = [int(schedule.frozen_groups(step)) for step in range(8)]
     >>> [depth > 0 for depth in depths]
     [False, True, False, True, False, True, False, True]
   """
   num_groups, share = _check_share(num_groups, frozen_fraction)
   depths = _spread_depths(num_groups, max_depths)
+  _checks.check_whole_number("seed", seed, minimum=0, static=True)
   if not share:
     return fixed_freezing(num_groups, 0)
-
   pattern = _interval_pattern(share)
-
-  def frozen_groups(count: _types.IntScalar, key: jax.Array) -> _types.IntScalar:
-    uniform = jax.random.uniform(jax.random.fold_in(key, count), dtype=jnp.float32)
-    freezes = jnp.where(count > 1, jnp.asarray(pattern)[(count - 2) % len(pattern)], count == 1)
-    return jnp.where(freezes, jnp.asarray(depths)[interval_depth(uniform, len(depths))], 0)
-
-  name = f"interval_freezing({num_groups}, {share}, max_depths={max_depths})"
-  return FreezeSchedule(num_groups, frozen_groups, depths=depths, name=name)
+  periods = math.ceil(_NUM_DRAWS / len(pattern))
+  freezes = np.concatenate([[False, True], np.tile(pattern, periods)])
+  uniform = np.random.default_rng(seed).random(len(freezes), np.float32)
+  drawn = np.where(freezes, depths[interval_depth(uniform, len(depths))], 0)
+  total = len(drawn)
+  return FreezeSchedule(range(total), drawn, cycle=(2, total), num_groups=num_groups)
 
 
 def _interval_pattern(share: float) -> np.ndarray:
@@ -249,7 +356,7 @@ def _interval_pattern(share: float) -> np.ndarray:
   return np.array(freezes[1:])
 
 
-def interval_depth(uniform: jax.typing.ArrayLike, num_groups: int) -> jax.Array:
+def interval_depth(uniform: np.ndarray, num_groups: int) -> np.ndarray:
   """Returns a depth i from 1 to G - 1, drawn with a probability proportional to G - i.
 
   `uniform` is a random number from [0, 1), and G is `num_groups`.
@@ -257,9 +364,8 @@ def interval_depth(uniform: jax.typing.ArrayLike, num_groups: int) -> jax.Array:
   # As in MindSpore, `uniform` chooses among the depths G-1, G-2, ..., 1, whose weights are 1, 2,
   # ..., G-1 in this order.
   weights = np.cumsum(np.arange(1, num_groups))
-  bounds = jnp.asarray(weights / weights[-1], jnp.float32)
-  below = jnp.sum(bounds <= jnp.expand_dims(jnp.asarray(uniform), -1), axis=-1)
-  return (num_groups - 1 - jnp.minimum(below, num_groups - 2)).astype(jnp.int32)
+  below = np.searchsorted((weights / weights[-1]).astype(np.float32), uniform, side="right")
+  return num_groups - 1 - np.minimum(below, num_groups - 2)
 
 
 def progressive_freezing(
@@ -298,12 +404,12 @@ def progressive_freezing(
   Examples:
     >>> import jax.numpy as jnp, optax_boost
     >>> schedule = optax_boost.progressive_freezing(3, total_steps=100, first=0.5)
-    >>> [int(schedule.frozen_groups(jnp.int32(step), None)) for step in (0, 49, 50, 75, 200)]
+    >>> [int(schedule.frozen_groups(step)) for step in (0, 49, 50, 75, 200)]
     [0, 0, 1, 2, 2]
-    >>> [round(float(s), 2) for s in schedule.learning_rate_scale(jnp.int32(25))]
+    >>> [round(float(s), 2) for s in schedule.anneal(25)]
     [0.5, 0.75, 0.85]
     >>> half = optax_boost.progressive_freezing(2, total_steps=100, first=0.7, anneal=False)
-    >>> [int(half.frozen_groups(jnp.int32(step), None)) for step in (0, 69, 70, 99)]
+    >>> [int(half.frozen_groups(step)) for step in (0, 69, 70, 99)]
     [0, 0, 1, 1]
 
   References:
@@ -320,23 +426,9 @@ def progressive_freezing(
   # the last depth that trains the group.
   times = ends[np.searchsorted(depths, np.arange(num_groups), side="right") - 1]
   # The last depth never ends.
-  changes = ends[:-1].astype(np.int32)
-
-  def frozen_groups(count: _types.IntScalar, key: jax.Array) -> _types.IntScalar:
-    return jnp.asarray(depths)[jnp.sum(count >= changes, dtype=jnp.int32)]
-
-  def learning_rate_scale(count: _types.IntScalar) -> jax.Array:
-    progress = jnp.minimum(jnp.asarray(count, jnp.float32) / jnp.asarray(times, jnp.float32), 1.0)
-    return 0.5 * (1 + jnp.cos(jnp.pi * progress))
-
-  return FreezeSchedule(
-    num_groups,
-    frozen_groups,
-    learning_rate_scale if anneal else None,
-    depths,
-    f"progressive_freezing({num_groups}, {total_steps}, {start}, {exponent}, anneal={anneal},"
-    f" max_depths={max_depths})",
-  )
+  steps = np.append(0, ends[:-1]).astype(np.int32)
+  anneal_until = times if anneal else None
+  return FreezeSchedule(steps, depths, num_groups=num_groups, anneal_until=anneal_until)
 
 
 def fixed_freezing(
@@ -357,26 +449,20 @@ def fixed_freezing(
   Examples:
     >>> import optax_boost
     >>> schedule = optax_boost.fixed_freezing(10, frozen_groups=8)
-    >>> [int(schedule.frozen_groups(step, None)) for step in (0, 1, 1000)]
+    >>> [int(schedule.frozen_groups(step)) for step in (0, 1, 1000)]
     [8, 8, 8]
     >>> schedule = optax_boost.fixed_freezing(10, frozen_groups=8, steps=1000)
-    >>> [int(schedule.frozen_groups(step, None)) for step in (0, 999, 1000)]
+    >>> [int(schedule.frozen_groups(step)) for step in (0, 999, 1000)]
     [8, 8, 0]
   """
   num_groups = _check_num_groups(num_groups)
   _checks.check_whole_number(
     "frozen_groups", frozen_groups, minimum=0, maximum=num_groups - 1, static=True
   )
-  end = _checks.LARGEST_COUNT
-  if steps is not None:
-    _checks.check_whole_number("steps", steps, static=True)
-    end = int(steps)
-  return FreezeSchedule(
-    num_groups,
-    lambda count, key: jnp.where(jnp.asarray(count) < end, frozen_groups, 0),
-    depths=(frozen_groups,) if steps is None else (0, frozen_groups),
-    name=f"fixed_freezing({num_groups}, {frozen_groups}, steps={steps})",
-  )
+  if steps is None:
+    return FreezeSchedule([0], [frozen_groups], num_groups=num_groups)
+  _checks.check_whole_number("steps", steps, static=True)
+  return FreezeSchedule([0, steps], [frozen_groups, 0], num_groups=num_groups)
 
 
 def gradual_unfreezing(
@@ -404,10 +490,10 @@ def gradual_unfreezing(
   Examples:
     >>> import jax.numpy as jnp, optax_boost
     >>> schedule = optax_boost.gradual_unfreezing(3, every=10)
-    >>> [int(schedule.frozen_groups(jnp.int32(step), None)) for step in (0, 9, 10, 20, 99)]
+    >>> [int(schedule.frozen_groups(step)) for step in (0, 9, 10, 20, 99)]
     [2, 2, 1, 0, 0]
     >>> half = optax_boost.gradual_unfreezing(8, every=10, frozen_groups=4)
-    >>> [int(half.frozen_groups(jnp.int32(step), None)) for step in (0, 9, 10, 20, 99)]
+    >>> [int(half.frozen_groups(step)) for step in (0, 9, 10, 20, 99)]
     [4, 4, 3, 2, 0]
 
   References:
@@ -418,12 +504,8 @@ def gradual_unfreezing(
   _checks.check_whole_number("frozen_groups", first, minimum=0, maximum=num_groups - 1, static=True)
   depths = _spread_depths(first + 1, max_depths)
   _checks.check_whole_number("every", every, static=True)
-  # Not every number of groups is a depth. In a step that should freeze i groups, `allowed[i]`
-  # groups are frozen: the largest depth that is at most i.
-  allowed = depths[np.searchsorted(depths, np.arange(first + 1), side="right") - 1]
-
-  def depth(count: _types.IntScalar, key: jax.Array) -> _types.IntScalar:
-    return jnp.asarray(allowed)[jnp.maximum(first - count // every, 0)]
-
-  name = f"gradual_unfreezing({num_groups}, {every}, {first}, max_depths={max_depths})"
-  return FreezeSchedule(num_groups, depth, depths=depths, name=name)
+  # In a step that should freeze i groups, the largest depth that is at most i is frozen, so a depth
+  # ends when the depth itself should thaw. Steps beyond the largest int32 never come.
+  ends = int(every) * (first + 1 - depths[:0:-1].astype(np.int64))
+  ends = ends[ends <= _checks.LARGEST_COUNT]
+  return FreezeSchedule(np.append(0, ends), depths[::-1][: len(ends) + 1], num_groups=num_groups)

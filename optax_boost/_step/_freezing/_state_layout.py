@@ -3,15 +3,14 @@
 In optax, a step count beside moments (trees of the params' structure) counts the steps of these
 moments: Adam corrects the bias of `mu` and `nu` by the ``count`` of ``optax.ScaleByAdamState``. A
 count that is alone in its state counts the steps of the run, as in ``optax.ScaleByScheduleState``.
-In states of other authors, a learning rate schedule may read a count beside moments. So the
-argument `counts` of :func:`freeze_layers` says whether the count is per group or of the run.
+In states of other authors, the argument `counts` of :func:`freeze_layers` says which it is.
 """
 
 from collections.abc import Callable, Sequence
 import dataclasses
 import functools
 import itertools
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -91,33 +90,11 @@ class StateLayout:
   Attributes:
     groups: for each leaf of the state, the group of the param that the leaf belongs to, or None.
     counts: the indices, among the state's leaves, of the step counts that are kept for each group.
-    shared: the types of states whose counts may belong to moments, but are shared by all groups.
-    assumed: the types of other authors' states whose counts are taken to belong to moments.
-    owners: for each leaf of the state, the index of the param that the leaf belongs to, or None.
-    is_moment: for each leaf of the state, whether it is a moment beside one of `counts`.
   """
 
   structure: _types.TreeDef
   groups: Sequence[LeafGroup | None]
   counts: Sequence[int]
-  shared: Sequence[str]
-  assumed: Sequence[str]
-  owners: Sequence[int | None]
-  is_moment: Sequence[bool]
-
-  def moments(self, state: _types.OptState) -> list[tuple[int, int | None] | None]:
-    """Returns the param's index and the axis of its layers for each moment; None for other leaves.
-
-    The axis is None if the param is not stacked, or if the moment has no axis of layers.
-    """
-
-    def moment(i: int, leaf: jax.Array) -> tuple[int, int | None] | None:
-      owner, group = self.owners[i], self.groups[i]
-      if owner is None or not self.is_moment[i]:
-        return None
-      return owner, group.axis_in(jnp.shape(leaf)) if isinstance(group, StackedGroups) else None
-
-    return [moment(i, leaf) for i, leaf in enumerate(jax.tree.leaves(state))]
 
   @property
   def state_groups(self) -> _types.Tree:
@@ -161,25 +138,17 @@ def select(
   return jax.tree.unflatten(structure, map(select_leaf, groups, old_leaves, leaves))
 
 
-@dataclasses.dataclass(frozen=True)
-class _Owner:
-  """The param that a leaf of the state belongs to: its index, and its group."""
-
-  index: int
-  group: LeafGroup
-
-
 class _ParamsLikeTree:
-  """Replaces a tree of the params' structure in a state, and holds the owners of its leaves."""
+  """Replaces a tree of the params' structure in a state, and holds the groups of its leaves."""
 
-  def __init__(self, tree: _types.Tree, owners: _types.Tree):
-    masked_or_owner = jax.tree.map(
-      lambda value, owner: value if _masks.is_masked(value) else owner,
+  def __init__(self, tree: _types.Tree, groups: _types.Tree):
+    masked_or_group = jax.tree.map(
+      lambda value, group: value if _masks.is_masked(value) else group,
       tree,
-      owners,
+      groups,
       is_leaf=_masks.is_masked,
     )
-    self.owners: list[_Owner] = jax.tree.leaves(masked_or_owner)
+    self.groups: list[LeafGroup] = jax.tree.leaves(masked_or_group)
 
 
 def find_layout(
@@ -194,14 +163,12 @@ def find_layout(
   argument `counts` of :func:`freeze_layers`. Raises TypeError if ``optax.tree.map_params`` can't
   map over the state.
   """
-  leaves, structure = jax.tree.flatten(groups)
-  owners = jax.tree.unflatten(structure, [_Owner(i, group) for i, group in enumerate(leaves)])
   try:
     marked = optax.tree.map_params(
       inner,
       _ParamsLikeTree,
       state,
-      owners,
+      groups,
       transform_non_params=lambda x: x,
       is_leaf=lambda _: True,
     )
@@ -212,40 +179,22 @@ def find_layout(
       " `optax_boost.path_mask`; pass other trees, as muon's `muon_weight_dimension_numbers`, as"
       " functions of the params."
     ) from error
-  found: list[_Owner | None] = []
-  moments: list[bool] = []
+  found: list[LeafGroup | None] = []
   counts: list[int] = []
-  types_by_kind: dict[str, dict[str, None]] = {"unclear": {}, "assumed": {}}
-  kinds_per_group = ["moments", "assumed"] + (["unclear"] if owner_of_counts == "group" else [])
 
-  def visit(node: _types.Tree, beside_count: bool) -> None:
+  def visit(node: _types.Tree) -> None:
     children = None if isinstance(node, _ParamsLikeTree) else _children(node)
     if children is None:
-      owners = node.owners if isinstance(node, _ParamsLikeTree) else [None]
-      found.extend(owners)
-      moments.extend(beside_count and owner is not None for owner in owners)
+      found.extend(node.groups if isinstance(node, _ParamsLikeTree) else [None])
       return
-    kind = _kind_of_counts(node, children)
-    if kind in types_by_kind and owner_of_counts is None:
-      types_by_kind[kind][type(node).__name__] = None
-    counted = kind in kinds_per_group and any(_is_counter(child) for _, child in children)
+    counts_moments = _counts_moments(node, children, owner_of_counts)
     for _, child in children:
-      if counted and _is_counter(child):
+      if counts_moments and _is_counter(child):
         counts.append(len(found))
-      visit(child, counted)
+      visit(child)
 
-  visit(marked, False)
-  if owner_of_counts == "run":
-    counts.clear()
-  return StateLayout(
-    jax.tree.structure(state),
-    [None if owner is None else owner.group for owner in found],
-    counts,
-    shared=list(types_by_kind["unclear"]),
-    assumed=list(types_by_kind["assumed"]),
-    owners=[None if owner is None else owner.index for owner in found],
-    is_moment=moments,
-  )
+  visit(marked)
+  return StateLayout(jax.tree.structure(state), found, counts)
 
 
 def _children(node: _types.Tree) -> list[tuple[str, Any]] | None:
@@ -256,38 +205,28 @@ def _children(node: _types.Tree) -> list[tuple[str, Any]] | None:
   return [(jax.tree_util.keystr(path, simple=True), child) for path, child in flat]
 
 
-def _kind_of_counts(
-  node: _types.Tree, children: list[tuple[str, Any]]
-) -> Literal["moments", "assumed", "run", "unclear"]:
-  """Returns what the counters in a node of the state count.
+def _counts_moments(
+  node: _types.Tree, children: list[tuple[str, Any]], owner_of_counts: str | None
+) -> bool:
+  """Returns whether the counters in a node of the state are kept for each group.
 
-  "moments": the steps of the moments in the node. "run": all steps. "unclear": either of these.
-  "assumed": as "moments", but by assumption, since the node is not a state of optax's own.
   `children` are the names and values in the node.
   """
-  counters = [name for name, child in children if _is_counter(child)]
+  package = type(node).__module__.partition(".")[0]
   # The counters of this package's methods count the steps of the run.
-  if not counters or type(node).__module__.partition(".")[0] == _PACKAGE:
-    return "run"
-  if not any(isinstance(child, _ParamsLikeTree) for _, child in children):
-    containers = [child for _, child in children if type(child) in (dict, list, tuple)]
-    items = [item for container in containers for _, item in _children(container) or ()]
-    return "unclear" if any(isinstance(item, _ParamsLikeTree) for item in items) else "run"
-  remaining = [
-    child
-    for name, child in children
-    if not (isinstance(child, _ParamsLikeTree) or (_is_counter(child) and name in _STEP_COUNTS))
-  ]
-  # If a child of the node is a state (also an empty one), the node is the state of a wrapper.
-  is_wrapper = any(x is not None and not jax.tree_util.all_leaves([x]) for x in remaining)
-  if is_wrapper and not any(name in _STEP_COUNTS for name in counters):
-    return "run"
-  # A scalar that is not a counter may be an estimate from all leaves, as in Prodigy. An array that
-  # belongs to no param is a setting, such as the coefficients of Muon.
-  has_scalars = any(jax.tree_util.all_leaves([x]) and jnp.ndim(x) == 0 for x in remaining)
-  if is_wrapper or has_scalars:
-    return "unclear"
-  return "moments" if type(node).__module__.partition(".")[0] == "optax" else "assumed"
+  if owner_of_counts == "run" or package == _PACKAGE:
+    return False
+  others = [child for name, child in children if not (_is_counter(child) and name in _STEP_COUNTS)]
+  if owner_of_counts == "group":
+    items = [
+      item for x in others if type(x) in (dict, list, tuple) for _, item in _children(x) or ()
+    ]
+    return any(isinstance(x, _ParamsLikeTree) for x in (*others, *items))
+  # Another scalar may be an estimate from all leaves, as in Prodigy; a state is a wrapper's.
+  beside = [x for x in others if not (x is None or isinstance(x, _ParamsLikeTree))]
+  are_settings = all(jax.tree_util.all_leaves([x]) and jnp.ndim(x) > 0 for x in beside)
+  has_moments = any(isinstance(x, _ParamsLikeTree) for x in others)
+  return package == "optax" and has_moments and are_settings
 
 
 def _is_counter(value: Any) -> bool:

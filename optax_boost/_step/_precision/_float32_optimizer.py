@@ -18,7 +18,7 @@ from optax_boost._step._precision import _rounding
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Float32Optimizer:
+class Float32Optimizer:
   """The slot of :func:`master_weights` or :func:`stochastic_rounding`.
 
   If `state_type` has a field `master_params`, the state keeps the params in float32. Otherwise each
@@ -136,7 +136,7 @@ def make_wrapper(
   """Checks the arguments, and fills the slot."""
   _checks.check_name("check", check, ("updates", "gradients"))
   key = None if key is None else _checks.as_key("key", key)
-  slot = _Float32Optimizer(method, state_type, key, check == "updates")
+  slot = Float32Optimizer(method, state_type, key, check == "updates")
   return _wrapper.fill(inner, axis_name, precision=slot)
 
 

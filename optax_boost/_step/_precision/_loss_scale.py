@@ -58,7 +58,7 @@ def _next_scale(
   return scale, growth_count, jnp.where(grows, 0, hysteresis_count)
 
 
-@_protocol.declares(metrics=("loss_scale",), requests=(_protocol.LOSS_SCALE,))
+@_protocol.declares(metrics=("loss_scale",))
 class DynamicLossScaleState(NamedTuple):
   """State of :func:`dynamic_loss_scale`.
 
@@ -158,7 +158,7 @@ def dynamic_loss_scale(
   )
   concrete_maximum = _checks.concrete_number(maximum)
   largest = math.inf if concrete_maximum is None else float(concrete_maximum)
-  slot = _LossScale(initial_scale, largest, next_scale, check == "updates")
+  slot = LossScale(initial_scale, largest, next_scale, check == "updates")
   return _wrapper.fill(inner, axis_name, scaling=slot)
 
 
@@ -181,7 +181,7 @@ def _check_scales(
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _LossScale:
+class LossScale:
   """The slot of :func:`dynamic_loss_scale`."""
 
   initial_scale: jax.typing.ArrayLike

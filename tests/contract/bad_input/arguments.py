@@ -93,13 +93,13 @@ KINDS: dict[str | tuple[str, str], Kind] = {
   ("adasum", "groups"): kinds.PATTERNS,
   ("adasum_reduce", "groups"): kinds.PATTERNS,
   "blocks": kinds.BLOCKS,
-  "overrides": kinds.OVERRIDES,
   "key": kinds.KEY,
+  "seed": kinds.count(0, static=True),
   "rng": kinds.RNG,
   ("full_gradient", "rng"): kinds.SEED,
   ("full_gradient", "stacked"): kinds.FLAG,
   **dict.fromkeys(
-    (("auto_boost", "axis_name"), ("layer_axes", "axis_name"), ("layer_groups", "axis_name")),
+    (("auto_boost", "axis_name"), ("layer_axes", "axis_name")),
     kinds.AXIS_WORD,
   ),
   ("auto_boost", "local_axis_name"): kinds.AXIS_WORD,
@@ -115,9 +115,10 @@ KINDS: dict[str | tuple[str, str], Kind] = {
     ("forward_fn", "predicate", "on_plan", "evaluate", "weight", "clock"), kinds.FUNCTION
   ),
   **dict.fromkeys(("kernel_init", "bias_init", "multiplier_init"), kinds.FUNCTION),
-  "learning_rate_scale": kinds.FUNCTION,
-  "depths": Kind({}, {}, kinds.all_but("None", "list", beyond=(0, 9), below=(-1, 0), empty=())),
-  ("FreezeSchedule", "frozen_groups"): kinds.FUNCTION,
+  ("FreezeSchedule", "steps"): kinds.TABLE,
+  "depths": kinds.TABLE,
+  "cycle": Kind({}, {}, kinds.all_but("None", late=(1, 0), long=(0, 2**31), three=(0, 1, 2))),
+  "anneal_until": Kind({}, {}, kinds.all_but("None", "vector", "NumPy vector", zero=[0, 9])),
   ("average_params", "model_state"): Kind({"text": "text", "function": len, "leaf": {"a": b"b"}}),
   "length_prices": Kind(kinds.all_but("None", "dict")),
   "rounds": kinds.count(static=True),
@@ -200,7 +201,7 @@ def _calls() -> Iterator[tuple[str, Call]]:
   lars = optax_boost.scale_by_lars_trust_ratio()
   sgperm = optax_boost.sgperm(key=0).init(dense)
   good: dict[str, dict[str, Any]] = {
-    "FreezeSchedule": {"num_groups": 2, "frozen_groups": lambda step, key: step},
+    "FreezeSchedule": {"steps": [0], "depths": [0], "num_groups": 2},
     "adasum_reduce": {"stacked": jax.tree.map(lambda x: jnp.stack([x, x]), dense)},
     "auto_boost": {},
     "cut_sequences": {"batch": jnp.ones((2, 8)), "length": 4, "full_length": 8},
@@ -226,6 +227,7 @@ def _calls() -> Iterator[tuple[str, Call]]:
     "progressive_freezing": {"num_groups": 2, "total_steps": 10},
     "fit_subspace": {"snapshots": [dense, VARIABLES["params"]], "components": 1},
     "full_gradient": gradient | {"batches": [X]},
+    "layer_groups": {"params": dense, "blocks": ["kernel", "bias"]},
     "make_train_step": {"loss_fn": loss_fn, "tx": SGD},
     "apply_gradients": {"tx": lars, "grads": dense, "opt_state": lars.init(dense), "params": dense},
     "permuted_params": {"opt_state": sgperm},
@@ -239,9 +241,7 @@ def _calls() -> Iterator[tuple[str, Call]]:
   }
   for name, arguments in good.items():
     yield name, Call(getattr(optax_boost, name), arguments)
-  for name in ("layer_groups", "layer_axes"):
-    arguments = {"loss_fn": loss_fn, "params": dense}
-    yield name, Call(getattr(optax_boost, name), arguments, (X,))
+  yield "layer_axes", Call(optax_boost.layer_axes, {"loss_fn": loss_fn, "params": dense}, (X,))
   yield "nnx.make_train_step", Call(optax_boost.nnx.make_train_step, {"loss_fn": loss_fn})
   for form in ("nnx", "linen"):
     module, linen = getattr(optax_boost, form), form == "linen"

@@ -90,13 +90,17 @@ SELECTOR = Kind(
 PATTERNS = Kind(all_but("text"), BROKEN | {f"list, {k}": ["conv", v] for k, v in BROKEN.items()})
 GROUPS = Kind(all_but(empty=[]), {k: [v, "dense"] for k, v in BROKEN.items()})
 BLOCKS = Kind(
-  all_but("text", empty=(), mixed=("dense", 3)),
-  {"none": "nobody", "empty text": "", "twice": ("dense", "d*"), "no scan": "dense[*]"},
+  all_but(empty=[], mixed=["kernel", 3]),
+  {f"list, {k}": ["kernel", v] for k, v in BROKEN.items()}
+  | {
+    "none": ["kernel", "bias", "nobody"],
+    "left out": ["kernel"],
+    "twice": ["kernel", "*"],
+    "no such axis": ["kernel", "bias[:,*]"],
+  },
 )
+TABLE = Kind({}, {}, all_but(negative=[-1], late=[2**31], empty=[], several=[0, 1]))
 LAYERS = Kind(all_but())
-OVERRIDES = Kind(
-  all_but(), {"no such group": {"dense": 9}, "negative": {"dense": -1}, "broken": {"(": 0}}
-)
 BATCHES = Kind({}, {"empty": []})
 OPT_STATE = Kind({}, {}, {"another one's": optax.adam(0.1).init({"w": jnp.ones(2)})})
 MODEL = Kind(all_but(class_=nnx.Linear))

@@ -23,16 +23,7 @@ def loss_of_model(model, batch):
   return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
 
 
-def freezing(**functions):
-  options = {"frozen_groups": lambda step, key: 0} | functions
-  return optax_boost.freeze_layers(optax.sgd(0.1), ["w"], optax_boost.FreezeSchedule(1, **options))
-
-
 WITH_SCHEDULE = {
-  "frozen_groups(step, key)": lambda f: freezing(frozen_groups=lambda step, key: f(step)),
-  "learning_rate_scale(step)": lambda f: freezing(
-    learning_rate_scale=lambda step: jnp.ones(1) * f(step)
-  ),
   "decay(k)": lambda f: optax_boost.average_params(optax.sgd(0.1), decay=lambda k: 0.5 * f(k)),
   "every(inner_count)": lambda f: optax_boost.accumulate(optax.sgd(0.1), lambda step: f(step) + 1),
 }
@@ -65,12 +56,11 @@ def test_the_loss_of_a_linen_model_without_split_loss_is_told_to_split():
     step(step.init(variables), BATCH)
 
 
-@pytest.mark.parametrize("read", [optax_boost.layer_groups, optax_boost.layer_axes])
-def test_a_function_that_reads_the_loss_of_a_linen_model_without_split_loss_says_to_split(read):
+def test_a_function_that_reads_the_loss_of_a_linen_model_without_split_loss_says_to_split():
   variables = nn.Dense(1).init(jax.random.key(0), BATCH["x"])
   for params in (variables, variables["params"]):
     with pytest.raises(TypeError, match=r"can't be called like a model.*linen\.split_loss\(") as e:
-      read(loss_of_model, params, BATCH)
+      optax_boost.layer_axes(loss_of_model, params, BATCH)
     assert str(e.value.__cause__) == "'dict' object is not callable"
 
 
@@ -141,7 +131,6 @@ CALLS = {
   "nnx with a key": lambda loss, batch: in_nnx(loss, batch, jax.random.key(0)),
   "compile_ahead": ahead,
   "race": in_a_race,
-  "layer_groups": lambda loss, batch: optax_boost.layer_groups(loss, PARAMS, batch),
   "layer_axes": lambda loss, batch: optax_boost.layer_axes(loss, PARAMS, batch),
 }
 
@@ -235,7 +224,6 @@ def race(init_fn, contender):
 
 
 FUNCTIONS = {
-  "frozen_groups(step, key)": lambda f: optax_boost.FreezeSchedule(2, f),
   "init_fn(key)": lambda f: race(f, optax.sgd(0.1)),
   "batch_fn(batch, step)": lambda f: race(lambda key: PARAMS, (optax.sgd(0.1), f)),
   "weight_fn(batch)": lambda f: optax_boost.full_gradient(

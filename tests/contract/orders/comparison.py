@@ -132,10 +132,6 @@ class Interpreter:
     for node in self.state.nodes():
       scale = node.fields.get("scaling.loss_scale", 1)
       grads = {name: g * scale for name, g in grads.items()}
-      if self.door == "train_step":
-        # The train step doesn't compute the gradients of frozen groups.
-        frozen = programs.GROUPS[: node.fields.get("freezing.frozen_groups", 0)]
-        grads = {n: np.zeros_like(g) if n in frozen else g for n, g in grads.items()}
     with np.errstate(all="ignore"):
       updates, state, _ = self.tx.update(grads, self.state, self.params, {"weight": weight})
       self.params = self.run.land(self.params, updates, self.state, state)
@@ -168,7 +164,7 @@ def difference(found, expected, path_length):
   if found.shape != expected.shape:
     return f"has the shape {found.shape}, not {expected.shape}"
   if found.dtype.kind in "iub":
-    return None if found == expected else f"is {found}, not {expected:g}"
+    return None if np.array_equal(found, expected) else f"is {found}, not {expected}"
   special = ~np.isfinite(expected)
   if not np.array_equal(found[special].astype(np.float64), expected[special], equal_nan=True):
     return f"is {found.tolist()}, not {expected.tolist()}"

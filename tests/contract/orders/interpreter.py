@@ -20,6 +20,8 @@ the cards leave open is decided here so:
   does not count in its window. Only counters, the loss scale and the norms know of it.
 - A spike is judged by the norm of the micro-batch's unscaled gradient. A spike is a step without an
   overflow for the loss scale; a gradient that is not finite does not enter the mean of the norms.
+- The gradients of frozen groups are zeros, whatever comes: a NaN there leaves no batch out. Each
+  number of frozen groups has a mean of the norms.
 - `inner_count` counts the windows that were given to the optimizer, also if the optimizer's step
   was then undone: the window is over, and `every(inner_count)` must go on.
 - `check="updates"` undoes the optimizer's step if a number in params or state would turn NaN or
@@ -480,11 +482,11 @@ class Step:
     if "average_params" in self.slots:
       fields |= {"averaging.average": dict(params), "averaging.snapshot_count": 0}
     if "skip_spikes" in self.slots:
-      norms = ("gradient_norm", "norm_sum", "norm_weight")
-      fields |= {f"spikes.{name}": 0.0 for name in norms}
-      fields |= {"spikes.count": 0, "spikes.spike_count": 0}
+      means = len(self.groups) if "freeze_layers" in self.slots else 1
+      norms = ("norm_sums", "norm_weights", "norm_counts")
+      fields |= {f"spikes.{name}": np.zeros(means) for name in norms}
+      fields |= {"spikes.gradient_norm": 0.0, "spikes.spike_count": 0}
     if "freeze_layers" in self.slots:
-      fields["freezing.frozen_groups"] = self.slots["freeze_layers"]["depths"][0]
       fields["_trained"] = {path: np.zeros(()) for path in kept}
     return State("StepState", fields, [self.inner.init(kept)])
 
@@ -493,7 +495,12 @@ class Step:
     if "accumulate" in self.slots:
       # Windows in a part of the params are of windows, each with the sum of its weights.
       extra = extra | {"weight": state["accumulation.weight_sum"] + weight}
-    unscaled = tree_map(lambda g: g / state.fields.get("scaling.loss_scale", 1), self.kept(grads))
+    unscaled = {
+      path: np.zeros_like(g)
+      if self.frozen(path, state)
+      else g / state.fields.get("scaling.loss_scale", 1)
+      for path, g in self.kept(grads).items()
+    }
     finite, good, fields = self.judge(unscaled, state)
     mean, due, window = self.add(unscaled, weight, good, state)
     fields |= window
@@ -518,7 +525,6 @@ class Step:
     if "average_params" in self.slots and made:
       fields |= self.average(snapshot(), state)
     if "freeze_layers" in self.slots:
-      fields["freezing.frozen_groups"] = self.slots["freeze_layers"]["depths"][fields["count"]]
       fields["_trained"] = {
         path: n + (made and not self.frozen(path, state)) for path, n in state["_trained"].items()
       }
@@ -531,18 +537,18 @@ class Step:
       return finite, finite, {}
     slot = self.slots["skip_spikes"]
     norm = np.sqrt(sum(np.sum(np.square(g)) for g in grads.values()))
-    limit = np.inf
-    if state["spikes.count"]:
-      limit = slot["factor"] * state["spikes.norm_sum"] / max(state["spikes.norm_weight"], 1)
-    spike = bool(np.isfinite(norm) and state["spikes.count"] >= slot["start"] and norm > limit)
+    names = ("spikes.norm_sums", "spikes.norm_weights", "spikes.norm_counts")
+    total, weight, count = (state[name][self.depth(state)] for name in names)
+    limit = slot["factor"] * total / max(weight, 1) if count else np.inf
+    spike = bool(np.isfinite(norm) and count >= slot["start"] and norm > limit)
     finite = finite and bool(np.isfinite(norm))
     fields = {"spikes.gradient_norm": norm}
     fields["spikes.spike_count"] = state["spikes.spike_count"] + spike
     if np.isfinite(norm) and norm > 0:
-      decay = slot["decay"]
-      fields["spikes.norm_sum"] = decay * state["spikes.norm_sum"] + min(norm, limit)
-      fields["spikes.norm_weight"] = decay * state["spikes.norm_weight"] + 1
-      fields["spikes.count"] = state["spikes.count"] + 1
+      new = slot["decay"] * total + min(norm, limit), slot["decay"] * weight + 1, count + 1
+      for name, value in zip(names, new, strict=True):
+        fields[name] = state[name].copy()
+        fields[name][self.depth(state)] = value
     return finite, finite and not spike, fields
 
   def add(self, grads, weight, good, state):
@@ -585,8 +591,13 @@ class Step:
       updates = {path: u * decay ** (last - self.group(path)) for path, u in updates.items()}
     return updates, inner, made
 
+  def depth(self, state):
+    """The number of frozen groups."""
+    schedule = self.slots.get("freeze_layers")
+    return schedule["depths"][state["count"]] if schedule else 0
+
   def frozen(self, path, state):
-    return self.group(path) < state["freezing.frozen_groups"]
+    return self.group(path) < self.depth(state)
 
   def sound(self, old_inner, params, updates, inner):
     """Whether no number of params or state turns bad."""

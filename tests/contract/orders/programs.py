@@ -82,7 +82,6 @@ def freezings():
   """The schedules by name, for three groups."""
   turns = (0, 0, 1, 2)  # continuous: half of the steps, one and two groups deep
   interval = optax_boost.interval_freezing(3, 0.5)
-  key = jax.random.key(0)
   times = (6, 9, 12)  # progressive: from half of twelve steps on, in equal distances
   return {
     "fixed": Freezing(optax_boost.fixed_freezing(3, 1), (1,) * len(STEPS), ONES),
@@ -90,9 +89,7 @@ def freezings():
       optax_boost.continuous_freezing(3, 0.5), tuple(turns[t % 4] for t in STEPS), ONES
     ),
     # Its depths are drawn, so they are the schedule's own; `test_orders` checks when it freezes.
-    "interval": Freezing(
-      interval, tuple(int(interval.frozen_groups(np.int32(t), key)) for t in STEPS), ONES
-    ),
+    "interval": Freezing(interval, tuple(int(interval.frozen_groups(t)) for t in STEPS), ONES),
     "progressive": Freezing(
       optax_boost.progressive_freezing(3, 12),
       tuple(sum(t >= end for end in times[:2]) for t in STEPS),

@@ -8,8 +8,8 @@ import jax
 from jax.experimental import multihost_utils
 import numpy as np
 
-from optax_boost import _sequences
 from optax_boost._foundation import _checks, _types
+from optax_boost._sequences import _cut, _schedule
 
 # How many steps are timed as one, so that Python prepares the next while the device computes.
 _STEPS = 2
@@ -18,9 +18,9 @@ _STEPS = 2
 def length_prices(
   step: Callable[[_types.Batch], Any],
   batch: _types.Batch,
-  schedule: _sequences.LengthSchedule,
+  schedule: _schedule.LengthSchedule,
   *,
-  axes: Mapping[str, _sequences.LeafAxes] | None = None,
+  axes: Mapping[str, _cut.LeafAxes] | None = None,
   rounds: int = 5,
   clock: Callable[[], float] = time.perf_counter,
 ) -> dict[int, float]:
@@ -72,10 +72,10 @@ def length_prices(
     )
   _checks.check_callable("step", step, "step(batch)")
   _checks.check_callable("clock", clock, "clock()")
-  _checks.check_type("schedule", schedule, _sequences.LengthSchedule, "of sequence_length_warmup")
+  _checks.check_type("schedule", schedule, _schedule.LengthSchedule, "of sequence_length_warmup")
   _checks.check_whole_number("rounds", rounds, static=True)
   full = schedule.full_length
-  batches = {n: _sequences.cut_sequences(batch, n, full, axes) for n in schedule.lengths}
+  batches = {n: _cut.cut_sequences(batch, n, full, axes) for n in schedule.lengths}
   for windows in batches.values():  # compiles the programs
     jax.block_until_ready(step(windows))
   ratios = []

@@ -1,8 +1,7 @@
-"""Adds updates to params, or takes the exact new params from the state of ``sgperm`` or ``laperm``.
+"""Takes the exact new params from the state of ``sgperm`` or ``laperm``.
 
-The new params of these methods are a permutation of earlier params. A param plus its update may
-miss the new param by one rounding. So the state holds the new params (``exact`` in
-:mod:`optax_boost._form._protocol`).
+The new params are a permutation of earlier params. A param plus its update may miss the new param
+by one rounding. So the state holds the new params.
 """
 
 import functools
@@ -11,28 +10,28 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_boost._form import _protocol
 from optax_boost._foundation import _masks, _placement, _types
 
 
-def apply_updates(
-  params: optax.Params, updates: optax.Updates, state: optax.OptState
+def exact_params(
+  new: optax.Params,
+  params: optax.Params,
+  updates: optax.Updates,
+  permuted_params: optax.Params,
+  is_valid: _types.Condition = True,
 ) -> optax.Params:
-  """Returns params plus updates; entries whose exact sum `state` holds are taken from `state`."""
-  new = optax.apply_updates(params, updates)
+  """Returns `new`, params plus updates, with the entries of `permuted_params`, which are exact.
+
+  If `is_valid` is False, or `permuted_params` are of another tree, all entries are those of `new`.
+  """
+  trees = (new, params, updates, permuted_params)
+  leaves = [_masks.leaves_like(tree, params) for tree in trees]
+  fitting = [tree_leaves for tree_leaves in leaves if tree_leaves is not None]
+  if len(fitting) < len(trees):
+    return new
   structure: _types.TreeDef = jax.tree.structure(params, is_leaf=_masks.is_masked)
-  for node in _protocol.declaring_states(state, "exact"):
-    is_valid: _types.Condition = True
-    for name in _protocol.declared(node, "exact_if"):
-      is_valid = is_valid & getattr(node, name)
-    replace = functools.partial(_exact_if_reached, is_valid)
-    for name in _protocol.declared(node, "exact"):
-      trees = (new, params, updates, getattr(node, name))
-      leaves = [_masks.leaves_like(tree, params) for tree in trees]
-      fitting = [tree_leaves for tree_leaves in leaves if tree_leaves is not None]
-      if len(fitting) == len(trees):
-        new = jax.tree.unflatten(structure, list(map(replace, *fitting)))
-  return new
+  replace = functools.partial(_exact_if_reached, is_valid)
+  return jax.tree.unflatten(structure, list(map(replace, *fitting)))
 
 
 def _exact_if_reached(

@@ -1,4 +1,4 @@
-"""Public models at tiny sizes, for their blocks: names, modules and the order of use are theirs.
+"""Public models at tiny sizes, for their names, their modules and the order in which they run.
 
 Vision transformer (Flax), BERT and T5 (transformers), T5X, GPT-2, gemma, ResNet (Flax's example and
 torchvision), ConvNeXt (timm and its authors'), U-Nets (diffusers and a plain one).
@@ -18,19 +18,16 @@ IMAGES = jax.ShapeDtypeStruct((2, 16, 16, 3), jnp.float32)
 
 
 class Layout(NamedTuple):
-  """A model, and the prefixes of the paths in each of its groups but the last.
+  """A model, the names that a user gives to `layer_groups`, and the groups that these make.
 
-  In `blocks`, an entry is a prefix or several; of a scan `prefix[i]` is its layer i. `asked` is the
-  argument `blocks` for these groups; None: they are the default.
+  A group is a prefix of its paths, or several; of a scan `prefix[i]` is its layer i.
   """
 
   loss: Callable[..., Any]
   params: Any
   args: tuple[Any, ...]
-  first: tuple[str, ...]
-  blocks: list[str | tuple[str, ...]]
-  last: tuple[str, ...]
-  asked: str | None = None
+  names: list[str]
+  groups: list[str | tuple[str, ...]]
 
 
 def shape(*sizes: int) -> jax.ShapeDtypeStruct:
@@ -118,6 +115,10 @@ def layers_of(name: str, separator: str, block: Any, scanned: bool) -> Any:
   return {f"{name}{separator}{i}": block for i in range(LAYERS)}
 
 
+def series_of(name: str, separator: str, scanned: bool) -> str:
+  return f"{name}[*]" if scanned else f"{name}{separator}*"
+
+
 def paths_of(name: str, separator: str, scanned: bool) -> list[str | tuple[str, ...]]:
   if scanned:
     return [f"{name}/[{i}]" for i in range(LAYERS)]
@@ -171,14 +172,11 @@ def vit(scanned: bool, pool: bool = False) -> Layout:
     x = jnp.tanh(apply_dense(params["pre_logits"], x))
     return jnp.mean(apply_dense(params["head"], x))
 
-  return Layout(
-    loss,
-    params,
-    (IMAGES,),
-    ("embedding", "cls", "Transformer/posembed_input"),
-    paths_of("Transformer/encoderblock", "_", scanned),
-    ("Transformer/encoder_norm", "pre_logits", "head"),
-  )
+  block_names = "Transformer/encoderblock", "_", scanned
+  first = "embedding", "cls", "Transformer/posembed_input"
+  last = "Transformer/encoder_norm", "pre_logits", "head"
+  names = ["|".join(first), series_of(*block_names), "|".join(last)]
+  return Layout(loss, params, (IMAGES,), names, [first, *paths_of(*block_names), last])
 
 
 def bert(scanned: bool, masked_lm: bool = False) -> Layout:
@@ -227,8 +225,9 @@ def bert(scanned: bool, masked_lm: bool = False) -> Layout:
     return jnp.mean(apply_dense(params["classifier"], x))
 
   last = ("cls",) if masked_lm else ("pooler", "classifier")
-  blocks = paths_of("encoder/layer", "/", scanned)
-  return Layout(loss, params, (TOKENS,), ("embeddings",), blocks, last)
+  names = ["embeddings", series_of("encoder/layer", "/", scanned), "|".join(last)]
+  groups = ["embeddings", *paths_of("encoder/layer", "/", scanned), last]
+  return Layout(loss, params, (TOKENS,), names, groups)
 
 
 def gpt2(scanned: bool, tied: bool = True) -> Layout:
@@ -261,7 +260,10 @@ def gpt2(scanned: bool, tied: bool = True) -> Layout:
     return jnp.mean(x @ (table.T if tied else params["lm_head"]["kernel"]))
 
   last = ("ln_f",) if tied else ("ln_f", "lm_head")
-  return Layout(loss, params, (TOKENS,), ("wte", "wpe"), paths_of("h", "/", scanned), last)
+  names = ["wte|wpe", series_of("h", "/", scanned), "|".join(last)]
+  return Layout(
+    loss, params, (TOKENS,), names, [("wte", "wpe"), *paths_of("h", "/", scanned), last]
+  )
 
 
 def gemma(scanned: bool) -> Layout:
@@ -304,8 +306,9 @@ def gemma(scanned: bool) -> Layout:
     x = run(apply_block, x, get_layers(params, "layer", "_", scanned), scanned)
     return jnp.mean(jnp.tanh(rms(params["final_norm"], x) @ table.T))
 
-  blocks = paths_of("layer", "_", scanned)
-  return Layout(loss, params, (TOKENS,), ("embedder",), blocks, ("final_norm",))
+  names = ["embedder", series_of("layer", "_", scanned), "final_norm"]
+  groups = ["embedder", *paths_of("layer", "_", scanned), "final_norm"]
+  return Layout(loss, params, (TOKENS,), names, groups)
 
 
 T5_NAMES = "q k v o"
@@ -376,13 +379,16 @@ def t5() -> Layout:
         for name in ("SelfAttention", "EncDecAttention"):
           for kernel in T5_NAMES.split():
             layer.get(name, {}).get(kernel, {}).pop("bias", None)
-  blocks = [
-    f"{stack_name}/block/{i}/" for stack_name in ("encoder", "decoder") for i in range(LAYERS)
+  names = ["shared", "encoder/block/*", "encoder/final_layer_norm", "decoder/block/*"]
+  groups = [
+    "shared",
+    *(f"encoder/block/{i}/" for i in range(LAYERS)),
+    "encoder/final_layer_norm",
+    *(f"decoder/block/{i}/" for i in range(LAYERS)),
+    ("decoder/final_layer_norm", "lm_head"),
   ]
-  blocks[LAYERS - 1] = (blocks[LAYERS - 1], "encoder/final_layer_norm")
-  last = ("decoder/final_layer_norm", "lm_head")
-  asked = "encoder/block/*|decoder/block/*"
-  return Layout(loss, params, (TOKENS,), ("shared",), blocks, last, asked)
+  names.append("decoder/final_layer_norm|lm_head")
+  return Layout(loss, params, (TOKENS,), names, groups)
 
 
 def t5x(scanned: bool) -> Layout:
@@ -439,12 +445,17 @@ def t5x(scanned: bool) -> Layout:
     return jnp.mean(x @ params["decoder"]["logits_dense"]["kernel"])
 
   encoder, decoder = (paths_of(f"{name}/layers", "_", scanned) for name in ("encoder", "decoder"))
-  encoder[0], decoder[0] = (encoder[0], "encoder/relpos_bias"), (decoder[0], "decoder/relpos_bias")
-  encoder[-1] = (encoder[-1], "encoder/encoder_norm")
-  last = ("decoder/decoder_norm", "decoder/logits_dense")
-  layers = "layers[*]" if scanned else "layers_*"
-  asked = f"encoder/{layers}|decoder/{layers}"
-  return Layout(loss, params, (TOKENS,), ("token_embedder",), encoder + decoder, last, asked)
+  first = "token_embedder", "encoder/relpos_bias"
+  middle = "encoder/encoder_norm", "decoder/relpos_bias"
+  last = "decoder/decoder_norm", "decoder/logits_dense"
+  names = [
+    "|".join(first),
+    series_of("encoder/layers", "_", scanned),
+    "|".join(middle),
+    series_of("decoder/layers", "_", scanned),
+    "|".join(last),
+  ]
+  return Layout(loss, params, (TOKENS,), names, [first, *encoder, middle, *decoder, last])
 
 
 # ---- Convolutional networks
@@ -472,7 +483,8 @@ def resnet(blocks: tuple[int, ...]) -> Layout:
     return jnp.mean(apply_dense(params["fc"], x.mean((1, 2))))
 
   paths = [f"layer{s + 1}/{i}/" for s, number in enumerate(blocks) for i in range(number)]
-  return Layout(loss, params, (IMAGES,), ("conv1", "bn1"), paths, ("fc",), "layer*/*")
+  names = ["/conv1|/bn1", "layer*/*", "fc"]
+  return Layout(loss, params, (IMAGES,), names, [("conv1", "bn1"), *paths, "fc"])
 
 
 def residual(projects: bool) -> Any:
@@ -501,7 +513,8 @@ def flax_resnet() -> Layout:
     return jnp.mean(apply_dense(params["Dense_0"], x.mean((1, 2))))
 
   paths = [f"ResNetBlock_{i}/" for i in range(len(strides))]
-  return Layout(loss, params, (IMAGES,), ("conv_init", "bn_init"), paths, ("Dense_0",))
+  names = ["conv_init|bn_init", "ResNetBlock_*", "Dense_0"]
+  return Layout(loss, params, (IMAGES,), names, [("conv_init", "bn_init"), *paths, "Dense_0"])
 
 
 def convnext(timm: bool) -> Layout:
@@ -545,17 +558,14 @@ def convnext(timm: bool) -> Layout:
     head = params["head"] if timm else params
     return jnp.mean(apply_dense(head["fc"], apply_norm(head["norm"], x.mean((1, 2)))))
 
-  paths: list[Any] = []
-  for s, depth in enumerate(depths):
-    for i in range(depth):
-      block_path = f"stages/{s}/blocks/{i}/" if timm else f"stages/{s}/{i}/"
-      downsample = f"stages/{s}/downsample/" if timm else f"downsample_layers/{s}/"
-      if s and i == 0:
-        paths[-1] = (paths[-1], downsample)
-      paths.append(block_path)
-  first, last = (("stem",), ("head",)) if timm else (("downsample_layers/0/",), ("norm", "fc"))
-  asked = "stages/*/blocks/*" if timm else "stages/*/*"
-  return Layout(loss, params, (IMAGES,), first, paths, last, asked)
+  if timm:
+    names = ["stem", "stages/*", "head"]
+    groups = ["stem", *(f"stages/{s}/" for s in range(len(depths))), "head"]
+  else:
+    names = ["downsample_layers/*|stages/*", "/norm|fc"]
+    groups = [(f"downsample_layers/{s}/", f"stages/{s}/") for s in range(len(depths))]
+    groups.append(("norm", "fc"))
+  return Layout(loss, params, (IMAGES,), names, groups)
 
 
 def unet() -> Layout:
@@ -585,8 +595,8 @@ def unet() -> Layout:
     return jnp.mean(apply_conv(params["head"], x))
 
   paths = [*(f"down_{i}/" for i in range(3)), "bottleneck/", *(f"up_{i}/" for i in range(3))]
-  asked = "down_*|bottleneck|up_*"
-  return Layout(loss, params, (IMAGES,), ("stem",), paths, ("head",), asked)
+  names = ["stem", "down_*", "bottleneck", "up_*", "head"]
+  return Layout(loss, params, (IMAGES,), names, ["stem", *paths, "head"])
 
 
 def diffusion_unet() -> Layout:
@@ -661,19 +671,16 @@ def diffusion_unet() -> Layout:
         x = apply_conv(block["upsamplers_0"]["conv"], x.repeat(2, 1).repeat(2, 2))
     return jnp.mean(apply_conv(params["conv_out"], apply_norm(params["conv_norm_out"], x)))
 
-  paths: list[Any] = []
-  for side in ("down", "up"):
-    for i in range(3):
-      for j in range(2):
-        paths += [f"{side}_blocks_{i}/{kind}_{j}/" for kind in ("resnets", "attentions")]
-      if i < 2:  # the change of the resolution goes with the block whose module it is in
-        paths[-1] = (paths[-1], f"{side}_blocks_{i}/{side}samplers_0/")
-    if side == "down":
-      paths += [f"mid_block/{name}/" for name in ("resnets_0", "attentions_0", "resnets_1")]
+  names = ["conv_in|time_embedding", "down_blocks_*", "mid_block", "up_blocks_*"]
+  groups = [
+    ("conv_in", "time_embedding"),
+    *(f"down_blocks_{i}/" for i in range(3)),
+    "mid_block",
+    *(f"up_blocks_{i}/" for i in range(3)),
+    ("conv_norm_out", "conv_out"),
+  ]
   times = jax.ShapeDtypeStruct((2,), jnp.float32)
-  first, last = ("conv_in", "time_embedding"), ("conv_norm_out", "conv_out")
-  asked = "*_block*/resnets_*|*_block*/attentions_*"
-  return Layout(loss, params, (IMAGES, times), first, paths, last, asked)
+  return Layout(loss, params, (IMAGES, times), [*names, "conv_norm_out|conv_out"], groups)
 
 
 LAYOUTS = {

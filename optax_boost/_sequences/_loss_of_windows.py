@@ -17,8 +17,8 @@ import jax
 from jax.experimental import checkify
 import jax.numpy as jnp
 
-from optax_boost import _sequences
 from optax_boost._foundation import _paths, _types
+from optax_boost._sequences import _cut, _schedule
 from optax_boost._trace import _losses, _position_tables
 
 
@@ -42,8 +42,8 @@ def check_first_windows(
   loss_fn: _types.LossFn,
   params: _types.Params,
   args: tuple[Any, ...],
-  schedule: _sequences.LengthSchedule,
-  axes: Mapping[str, _sequences.LeafAxes] | None,
+  schedule: _schedule.LengthSchedule,
+  axes: Mapping[str, _cut.LeafAxes] | None,
 ) -> bool:
   """Computes the loss of the first windows; raises ValueError if the loss isn't sound.
 
@@ -64,7 +64,7 @@ def check_first_windows(
 
   def loss_of_windows(restarted: list[str]) -> _Result:
     treatments: dict[str, Any] = dict.fromkeys(restarted, "positions") | named
-    return compute(_sequences.cut_sequences(batch, length, schedule.full_length, treatments))
+    return compute(_cut.cut_sequences(batch, length, schedule.full_length, treatments))
 
   try:
     windows = loss_of_windows([])
@@ -106,8 +106,8 @@ def position_tables(
   loss_fn: _types.LossFn,
   params: _types.Params,
   args: tuple[Any, ...],
-  schedule: _sequences.LengthSchedule,
-  axes: Mapping[str, _sequences.LeafAxes] | None,
+  schedule: _schedule.LengthSchedule,
+  axes: Mapping[str, _cut.LeafAxes] | None,
 ) -> list[str] | None:
   """Returns the paths of the params that are tables of learned positions.
 
@@ -121,13 +121,13 @@ def position_tables(
   if len(args) <= number:
     return None
   batch, full = args[number], schedule.full_length
-  cut = functools.partial(_sequences.cut, axes=axes, reads_values=False)
+  cut = functools.partial(_cut.cut, axes=axes, reads_values=False)
   windows = jax.eval_shape(lambda batch: cut(batch, schedule.lengths[0], full), batch)
 
   def trace(batch: _types.Batch) -> _types.Jaxpr:
     return _losses.trace(loss_fn, params, (*args[:number], batch, *args[number + 1 :]))
 
-  treatments = _sequences.match_axes(axes, _paths.leaf_paths(batch))
+  treatments = _cut.match_axes(axes, _paths.leaf_paths(batch))
   by_tokens = [
     *[False] * len(jax.tree.leaves(args[:number])),
     *(how != "positions" for how in treatments),
@@ -160,15 +160,15 @@ def _loss_of_batch(
   return compute
 
 
-def _unnamed_integers(batch: _types.Batch, named: Mapping[str, _sequences.LeafAxes]) -> list[str]:
+def _unnamed_integers(batch: _types.Batch, named: Mapping[str, _cut.LeafAxes]) -> list[str]:
   """Returns a pattern for each leaf of integers that may hold positions.
 
   These are the leaves with at least two axes that no pattern in `named` matches.
   """
   paths = _paths.leaf_paths(batch)
-  rows = zip(paths, jax.tree.leaves(batch), _sequences.match_axes(named, paths), strict=True)
+  rows = zip(paths, jax.tree.leaves(batch), _cut.match_axes(named, paths), strict=True)
   return [
-    _sequences.leaf_pattern(path, paths)
+    _cut.leaf_pattern(path, paths)
     for path, leaf, how in rows
     if how is None and jnp.ndim(leaf) > 1 and jnp.issubdtype(leaf.dtype, jnp.integer)
   ]
