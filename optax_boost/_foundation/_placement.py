@@ -1,8 +1,10 @@
 """Where arrays are placed: shardings, processes, and the memory of the device or of its host."""
 
+import collections
 from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from optax_boost._foundation import _types
@@ -60,6 +62,28 @@ def put(x: jax.typing.ArrayLike, sharding: jax.sharding.Sharding) -> jax.Array:
   # the copies of the processes.
   host = np.asarray(x)
   return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+
+
+def copy(x: jax.Array) -> jax.Array:
+  """Copies an array. If it spans processes, each copies its own part, whether others do or not."""
+  if x.is_fully_addressable:
+    return jnp.array(x)
+  shards = [jnp.array(shard.data) for shard in x.addressable_shards]
+  return jax.make_array_from_single_device_arrays(x.shape, x.sharding, shards)
+
+
+def have_own_memory(values: Sequence[_types.Unchecked]) -> list[bool]:
+  """Returns for each value whether it is an array in whose memory no other array lies.
+
+  ``jax.device_put`` returns an array in the memory of its argument if the argument is there
+  already. A key shares the memory of the array from which it was made.
+  """
+  parts = {id(x): [shard.data for shard in x.addressable_shards] for x in jax.live_arrays()}
+  # JAX keeps the part of an array on each device as a further array.
+  kept = {id(part) for x, own in parts.items() for part in own if id(part) != x}
+  pointers = {x: [part.unsafe_buffer_pointer() for part in own] for x, own in parts.items()}
+  users = collections.Counter(p for x, own in pointers.items() if x not in kept for p in own)
+  return [all(users[p] == 1 for p in pointers.get(id(x), [None])) for x in values]
 
 
 def in_device_memory(x: jax.Array) -> jax.Array:

@@ -39,6 +39,9 @@ def race(
 ) -> _result.RaceResult:
   """Trains with several transformations, and compares each of them with the first, the baseline.
 
+  Runs in one process: if several processes train together, `race` refuses, since each would time
+  the methods by its own clock.
+
   For each seed, all methods get the same initial params, batches and keys. So a method is compared
   with the baseline seed by seed. Both are compared at the same cost: the total cost of the one
   whose training cost less. The cost is measured in three ways, the budgets:
@@ -105,6 +108,11 @@ def race(
     >>> [bool(result.spent[name]["gradient_evaluations"][-1] > 20) for name in methods]
     [False, True]
   """
+  if jax.process_count() > 1:
+    raise ValueError(
+      f"`race` must run in one process; got {jax.process_count()}, each of which would time the"
+      " methods by its own clock. Run it on one machine, without `jax.distributed.initialize`."
+    )
   _checks.check_bool("vmap_seeds", vmap_seeds)
   batches, chosen = _batches(data, batch_size), _seeds(seeds)
   problem = _training.Problem(

@@ -49,7 +49,8 @@ def cut_sequences(
   Raises:
     TypeError: `length` is traced, or a leaf is an array of another library.
     ValueError: `length` doesn't divide L; `axes` doesn't name a leaf that is not cut by default, or
-      a leaf each of whose rows sums to 1, as probabilities of L classes do; leaves have unequal
+      a leaf each of whose rows sums to 1, as probabilities of L classes do (if several processes
+      train together, only ``jax.Array``s that lie on all of them are read); leaves have unequal
       numbers of sequences; `axes` has a pattern that matches no leaf, or an axis of another length.
 
   Examples:
@@ -167,18 +168,26 @@ def _long_axes(shape: tuple[int, ...], full_length: int) -> list[int]:
 
 
 def _holds_classes(leaf: Any) -> bool:
-  """Returns whether each row sums to 1, as one-hot labels do; False for a traced array."""
+  """Returns whether each row sums to 1, as one-hot labels do; False for a traced array.
+
+  Of several processes, all must return the same: they judge an array that lies on all of them by
+  all of its rows, and read no arrays of their own.
+  """
   if jnp.ndim(leaf) != 2 or isinstance(leaf, jax.core.Tracer):
     return False
   if not (_is_real(leaf) or leaf.dtype == bool):
     return False
-  rows = np.asarray(leaf.addressable_data(0) if isinstance(leaf, jax.Array) else leaf)
+  if jax.process_count() > 1:
+    is_global = isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
+    return is_global and bool(_sum_to_one(leaf))
+  rows = np.asarray(leaf)
+  return len(rows) > 0 and bool(_sum_to_one(rows[:1]) and _sum_to_one(rows))
 
-  def sum_to_one(rows: np.ndarray) -> bool:
-    sums = rows.sum(1, dtype=np.float64)
-    return len(rows) > 0 and bool((rows >= 0).all() and (abs(sums - 1) < _ROUNDING).all())
 
-  return sum_to_one(rows[:1]) and sum_to_one(rows)
+def _sum_to_one(rows: Any) -> Any:
+  """Returns whether each row of a NumPy array or a global array sums to 1, with no entry below."""
+  sums = rows.sum(1, dtype=np.float32)
+  return (rows >= 0).all() & (abs(sums - 1) < _ROUNDING).all()
 
 
 def _check_named(

@@ -87,7 +87,5 @@ def length_prices(
       jax.block_until_ready(results[-1])
       seconds.append(clock() - start)
     ratios.append(np.divide(seconds, seconds[-1]))
-  prices = np.median(ratios, axis=0)
-  if jax.process_count() > 1:
-    prices = np.asarray(multihost_utils.broadcast_one_to_all(prices))
+  prices = np.asarray(multihost_utils.broadcast_one_to_all(np.median(ratios, axis=0)))
   return {n: round(float(price), 3) for n, price in zip(batches, prices, strict=True)}

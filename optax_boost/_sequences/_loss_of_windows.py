@@ -14,12 +14,16 @@ import math
 from typing import Any, NamedTuple
 
 import jax
-from jax.experimental import checkify
+from jax.experimental import checkify, multihost_utils
 import jax.numpy as jnp
+import numpy as np
 
 from optax_boost._foundation import _paths, _types
 from optax_boost._sequences import _cut, _schedule
 from optax_boost._trace import _losses, _position_tables
+
+# How much of a message about an index is sent to other processes.
+_BYTES = 300
 
 
 class _Result(NamedTuple):
@@ -157,7 +161,14 @@ def _loss_of_batch(
       return _Result(float(value), (error.get() or "").split("\n", 1)[0].rstrip(". "))
     return _Result(float(plain(params, batch, others)), "")
 
-  return compute
+  return lambda batch: _of_first_process(compute(batch))
+
+
+def _of_first_process(result: _Result) -> _Result:
+  """Returns the first process's result in all, so that all raise or none: each has its own rows."""
+  text = np.frombuffer(result.index_error.encode().ljust(_BYTES)[:_BYTES], np.uint8)
+  value, text = multihost_utils.broadcast_one_to_all((np.float32(result.value), text))
+  return _Result(float(value), bytes(text).decode(errors="ignore").rstrip())
 
 
 def _unnamed_integers(batch: _types.Batch, named: Mapping[str, _cut.LeafAxes]) -> list[str]:

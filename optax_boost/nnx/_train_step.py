@@ -10,11 +10,10 @@ import weakref
 
 from flax import nnx
 import jax
-import jax.numpy as jnp
 import optax
 
 from optax_boost import _train_step
-from optax_boost._foundation import _checks, _tree_checks, _types
+from optax_boost._foundation import _checks, _placement, _tree_checks, _types
 from optax_boost.nnx import _loss, _model
 
 # The source of a loss's random numbers.
@@ -22,7 +21,7 @@ Rng: TypeAlias = jax.Array | nnx.Rngs | nnx.RngStream
 # The rngs of a call: an empty tuple, or a tuple of one entry.
 _Rngs: TypeAlias = tuple[nnx.Rngs | nnx.RngStream, ...]
 # What `_train_step.placement` returns.
-_Placement: TypeAlias = tuple[jax.sharding.NamedSharding | None, ...]
+_Shardings: TypeAlias = tuple[jax.sharding.NamedSharding | None, ...]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -43,7 +42,7 @@ class _Training:
   """
 
   tx: optax.GradientTransformation
-  placement: _Placement
+  placement: _Shardings
   depths: _train_step.DepthReader
   outputs: Sequence[weakref.ref[jax.Array]] = ()
 
@@ -181,7 +180,7 @@ class TrainStep:
     key: jax.Array | None,
     data: dict[str, _types.Tree],
     depth: int | None,
-    placement: _Placement,
+    placement: _Shardings,
   ) -> tuple[list[nnx.GraphDef], list[list[Any]], _types.Metrics]:
     """Computes a step on the arrays of model, optimizer and rngs; returns their new arrays."""
     with nnx.merge_context(_STEP_CONTEXT, inner=True) as context:
@@ -268,24 +267,26 @@ def _copy_shared(arrays: list[Any], outputs: Sequence[weakref.ref[jax.Array]]) -
   """Returns the arrays of a step, with copies of the arrays that the step must not donate.
 
   A step donates an array only if the step's last call returned it (`outputs`), and if it has one
-  reference: no clone, other model or variable of the user holds it. Empties `arrays`, since this
-  list would be a second reference.
+  reference: no clone, other model or variable of the user holds it. If most arrays are others than
+  `outputs`, as in the first step and after a restore, the step donates those with one reference
+  that share their memory with no array. Empties `arrays`, since this list would be a second
+  reference.
   """
   leaves, structure = jax.tree.flatten(arrays)
   arrays.clear()
   holder = [object()]
   (unshared,) = _count_references(list(holder))
-  for i, references in enumerate(_count_references(leaves)):
-    leaf = leaves[i]
-    is_output = i < len(outputs) and outputs[i]() is leaf
-    if is_output and references == unshared:
+  references = _count_references(leaves)
+  is_own = [False] * len(leaves)
+  for i, output in enumerate(outputs[: len(leaves)]):
+    is_own[i] = output() is leaves[i]
+  if 2 * sum(is_own) < len(leaves):
+    is_own = _placement.have_own_memory(leaves)
+  for i, leaf in enumerate(leaves):
+    if is_own[i] and references[i] == unshared:
       continue
-    if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer):
-      continue
-    # An output that spans processes is not copied: all processes would have to copy it, but perhaps
-    # only one of them has found a second reference.
-    if not is_output or leaf.is_fully_addressable:
-      leaves[i] = jnp.array(leaf)
+    if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer):
+      leaves[i] = _placement.copy(leaf)
   return jax.tree.unflatten(structure, leaves)
 
 
@@ -362,8 +363,8 @@ def make_train_step(loss_fn: _types.LossFn, *_optimizers: Any, **options: Any) -
     batch)`` or ``metrics = step(model, optimizer, batch, rng)``. `rng` is a key, into which the
     step folds ``optimizer.step``; or ``nnx.Rngs`` or one of its streams, whose counts grow by the
     draws of one forward pass.
-    The step donates the old arrays of model and optimizer if its last call made them and nothing
-    else refers to them. It copies arrays that a clone, another model or a variable of yours holds.
+    The step donates the old arrays of model and optimizer to which nothing else refers. It copies
+    arrays that a clone, another model or a variable of yours holds.
     ``step.refresh(model, optimizer, batches)``, ``step.lower(model, optimizer, batch)``,
     ``step.compile_ahead(model, optimizer, batches)`` and ``step.on_copy(model, optimizer)`` do what
     they do in :class:`optax_boost.TrainStep`. One step can train any number of models, in turns or
