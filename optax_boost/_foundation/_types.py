@@ -57,6 +57,8 @@ LossFn: TypeAlias = Callable[..., Any]
 Closure: TypeAlias = Callable[..., Any]
 # A function from a batch to its number of examples, by which the batch's gradient is weighted.
 WeightFn: TypeAlias = Callable[[Any], Any]
+# A function of the user from the shape and dtype of an array to the sharding of this array.
+ShardingFn: TypeAlias = Callable[[jax.ShapeDtypeStruct], jax.sharding.Sharding]
 # A function that tells whether a node of a tree counts as a leaf.
 LeafTest: TypeAlias = Callable[[Any], bool]
 AxisName: TypeAlias = str | tuple[str, ...]

@@ -14,73 +14,97 @@ from optax_boost._train_step import _train_state
 def canonicalize_state(state: _train_state.TrainState) -> _train_state.TrainState:
   """Returns a state with the types and placement of a state that a step returns.
 
-  So the second step needs no new compilation. Weak types are removed. If the params are on a mesh,
-  arrays that are on no mesh are replicated over the params' mesh. If the params are on no mesh, and
-  an array of the state is committed to devices, all arrays move to these devices. An array that
-  occurs twice in the state is copied, since an array can't be donated twice.
+  So the second step needs no new compilation. Weak types are removed. If an array is on a mesh,
+  arrays that are on no mesh get their :func:`_default_shardings`. If no array is on a mesh, and one
+  is committed to devices, all arrays move to these devices. An array that occurs twice in the state
+  is copied, since an array can't be donated twice.
   """
   leaves = [_train_state.drop_weak_type(leaf) for leaf in jax.tree.leaves(state)]
-  shardings = map(_sharding, jax.tree.leaves(state.params))
-  meshes = [s.mesh for s in shardings if isinstance(s, jax.sharding.NamedSharding)]
-  replicated = meshes and jax.sharding.NamedSharding(meshes[0], jax.sharding.PartitionSpec())
+  state = jax.tree.unflatten(jax.tree.structure(state), leaves)
+  defaults = _default_shardings(state)
+  on_mesh = any(isinstance(sharding, jax.sharding.NamedSharding) for sharding in defaults)
   seen: set[int] = set()
 
-  def canonicalize(leaf: jax.Array) -> jax.Array:
+  def canonicalize(leaf: jax.Array, default: Any) -> jax.Array:
     # `id` is compared before the array is moved, since the result of `device_put` is a new object
     # that may share the memory of the array.
     repeated = id(leaf) in seen
     seen.add(id(leaf))
-    if replicated:
+    if on_mesh:
       sharding = _on_mesh(leaf)
       if not isinstance(leaf.sharding, jax.sharding.NamedSharding):
-        leaf = _put_in_memory(leaf, replicated)
+        leaf = _put_in_memory(leaf, default)
       elif sharding is not None and sharding != leaf.sharding:
         leaf = jax.device_put(leaf, sharding)
     return jnp.array(leaf) if repeated else leaf
 
-  moved = jax.tree.unflatten(jax.tree.structure(state), map(canonicalize, leaves))
-  return moved if replicated else commit_like(moved, moved)
+  moved = _trees.map_with(canonicalize, state, defaults)
+  return moved if on_mesh else commit_like(moved, moved)
 
 
 def place_abstract(
-  state: _train_state.TrainState, params: optax.Params, model_state: _types.ModelState
+  state: _train_state.TrainState,
+  params: optax.Params,
+  model_state: _types.ModelState,
+  opt_state_sharding: _types.ShardingFn | None = None,
 ) -> _train_state.TrainState:
   """Adds to an abstract state the shardings that :func:`canonicalize_state` would give it.
 
   `params` and `model_state` are the initial trees from which `state` was made; their shardings are
-  used. An array of the optimizer state gets the sharding of the param with the same path and shape.
+  used.
   """
-  sharding_of_param: dict[str, tuple[tuple[int, ...] | None, jax.sharding.Sharding | None]] = {
-    path: (leaf.shape, _sharding(leaf))
-    for path, leaf in zip(_paths.leaf_paths(params), jax.tree.leaves(params), strict=True)
-  }
-  shardings = [sharding for _, sharding in sharding_of_param.values() if sharding is not None]
-  meshes = [sharding.mesh for sharding in shardings if hasattr(sharding, "mesh")]
-  # The sharding of all arrays that match no param by path and shape.
-  replicated: Any = next(iter(shardings), None)
-  if meshes:
-    replicated = jax.sharding.NamedSharding(meshes[0], jax.sharding.PartitionSpec())
+  shardings = [
+    *map(_sharding, jax.tree.leaves(params)),
+    *(opt_state_sharding and opt_state_sharding(x) for x in jax.tree.leaves(state.opt_state)),
+    *map(_sharding, jax.tree.leaves(model_state)),
+    None,
+  ]
 
-  def place(leaf: Any, sharding: jax.sharding.Sharding | None) -> Any:
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding or replicated)
+  def place(leaf: Any, *shardings: jax.sharding.Sharding | None) -> Any:
+    sharding = next(filter(None, shardings), None)
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
-  def place_like(leaf: jax.ShapeDtypeStruct, initial: jax.Array) -> jax.ShapeDtypeStruct:
-    return place(leaf, _sharding(initial))
+  defaults = _default_shardings(_trees.map_with(place, state, shardings))
+  return _trees.map_with(place, state, shardings, defaults)
 
-  def place_by_path(leaf: jax.ShapeDtypeStruct, path: str) -> jax.ShapeDtypeStruct:
+
+def put(x: jax.Array, sharding_of: _types.ShardingFn | None) -> jax.Array:
+  """Puts an array where a function of the user says, if there is one."""
+  if sharding_of is None:
+    return x
+  return jax.device_put(x, sharding_of(jax.ShapeDtypeStruct(x.shape, x.dtype)))
+
+
+def _default_shardings(state: _train_state.TrainState) -> list[jax.sharding.Sharding | None]:
+  """Returns for each array of a state where it lies if it has no place of its own on a mesh.
+
+  An array of the optimizer state that has a param's path and, behind leading axes, its shape, lies
+  as the param does along the axes of this shape. All others are replicated over the mesh of the
+  params. Without a mesh, all lie where the first param does.
+  """
+  shardings = [s for s in map(_sharding, jax.tree.leaves(state)) if s is not None]
+  meshes = [s.mesh for s in shardings if isinstance(s, jax.sharding.NamedSharding)]
+  if not meshes:
+    return [shardings[0] if shardings else None] * len(jax.tree.leaves(state))
+  replicated = jax.sharding.NamedSharding(meshes[0], jax.sharding.PartitionSpec())
+  paths = _paths.leaf_paths(state.params)
+  params = dict(zip(paths, jax.tree.leaves(state.params), strict=True))
+
+  def like_param(leaf: Any, path: str) -> jax.sharding.NamedSharding:
     names = path.split("/")
     for start in range(len(names) + 1):
-      shape, sharding = sharding_of_param.get("/".join(names[start:]), (None, None))
-      if shape == leaf.shape:
-        return place(leaf, sharding)
-    return place(leaf, None)
+      param: Any = params.get("/".join(names[start:]))
+      sharding = _sharding(param)
+      if isinstance(sharding, jax.sharding.NamedSharding):
+        leading = leaf.ndim - param.ndim
+        if leaf.shape[leading:] == param.shape:
+          spec = jax.sharding.PartitionSpec(*[None] * leading, *sharding.spec)
+          return jax.sharding.NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
+    return replicated
 
-  return _train_state.TrainState(
-    params=jax.tree.map(place_like, state.params, params),
-    opt_state=_trees.map_with(place_by_path, state.opt_state, _paths.leaf_paths(state.opt_state)),
-    model_state=jax.tree.map(place_like, state.model_state, model_state),
-    step=place(state.step, None),
-  )
+  opt_state = _trees.map_with(like_param, state.opt_state, _paths.leaf_paths(state.opt_state))
+  others = jax.tree.map(lambda leaf: replicated, state._replace(opt_state=None))
+  return jax.tree.leaves(others._replace(opt_state=opt_state))
 
 
 def _sharding(leaf: _types.Unchecked) -> jax.sharding.Sharding | None:

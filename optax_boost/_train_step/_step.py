@@ -34,7 +34,11 @@ class TrainStep:
     self._depth = _frozen_depth.DepthReader(computation.tx)
 
   def init(
-    self, params: optax.Params, model_state: _types.ModelState = None
+    self,
+    params: optax.Params,
+    model_state: _types.ModelState = None,
+    *,
+    opt_state_sharding: _types.ShardingFn | None = None,
   ) -> _train_state.TrainState:
     """Makes the initial state from copies of the arrays, since the first step donates the state.
 
@@ -42,11 +46,14 @@ class TrainStep:
       params: the initial params. Params that are sharded over a mesh keep their sharding. Params
         may be abstract (``jax.ShapeDtypeStruct``).
       model_state: the initial mutable statistics, if the loss takes statistics.
+      opt_state_sharding: a function from a ``jax.ShapeDtypeStruct`` to a sharding, which places
+        each array of the optimizer state (ZeRO-1). None: as the params.
 
     Returns:
       A :class:`TrainState`. If `params` are abstract, the state is abstract, too; restore a
-      checkpoint into it. An abstract array of the optimizer state gets the sharding of the param
-      with the same path and shape. All other arrays are replicated over the mesh of the params.
+      checkpoint into it. An array of the optimizer state with a param's path and shape, also behind
+      leading axes, gets the param's sharding. All other arrays are replicated over the mesh of the
+      params.
 
     Raises:
       TypeError: a leaf is not an array; a param is not floating-point; the params are an
@@ -63,6 +70,9 @@ class TrainStep:
     _tree_checks.check_traceable("params", params)
     _tree_checks.check_traceable("model_state", model_state)
     _check_variables(params)
+    _checks.check_callable(
+      "opt_state_sharding", opt_state_sharding, "opt_state_sharding(x)", optional=True
+    )
     if self.computation.has_model_state and model_state is None:
       raise TypeError(
         "`step.init` needs the mutable statistics that the loss takes: `step.init(params,"
@@ -76,14 +86,16 @@ class TrainStep:
       )
     if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves((params, model_state))):
       state = jax.eval_shape(self.init, params, model_state)
-      return _state_placement.place_abstract(state, params, model_state)
+      return _state_placement.place_abstract(state, params, model_state, opt_state_sharding)
     params, model_state = jax.tree.map(jnp.array, (params, model_state))
     _tree_checks.check_inexact(params, "make_train_step", _tree_checks.KEEP_OUT)
+    place = functools.partial(_state_placement.put, sharding_of=opt_state_sharding)
+    # The optimizer makes its state where the params are, so no device holds more than its part.
+    leaves, structure = jax.tree.flatten(self.computation.tx.init(jax.tree.map(place, params)))
     # The optimizer may close over arrays of its state. In a loop, so that each array that only the
     # state holds is freed when it is copied.
-    leaves, structure = jax.tree.flatten(self.computation.tx.init(params))
     for i, leaf in enumerate(leaves):
-      leaves[i] = jnp.array(leaf)
+      leaves[i] = place(jnp.array(leaf))
       del leaf
     opt_state = jax.tree.unflatten(structure, leaves)
     state = _train_state.TrainState(params, opt_state, model_state, jnp.zeros([], jnp.int32))

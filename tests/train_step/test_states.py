@@ -24,6 +24,11 @@ def params_of(outputs, dtype=jnp.float32):
   return {"kernel": jnp.ones((4, outputs), dtype), "bias": jnp.zeros(outputs, dtype)}
 
 
+def subspace_of(params):
+  basis = jax.tree.map(lambda p: jnp.zeros((3, *p.shape)), params)
+  return optax_boost.Subspace(params, basis, jnp.ones(3), jnp.ones(3))
+
+
 # Optimizers with arrays of the params' shapes, and the path of the first in the state.
 OPTIMIZERS = {
   "momentum": lambda: optax.sgd(0.1, momentum=0.9),
@@ -34,6 +39,9 @@ OPTIMIZERS = {
   "injected": lambda: optax.inject_hyperparams(optax.adam)(0.1),
   "accumulate": lambda: optax_boost.accumulate(optax.sgd(0.1), 2),
   "average": lambda: optax_boost.average_params(optax.sgd(0.1), decay=0.9),
+  "lbfgs": lambda: optax.scale_by_lbfgs(memory_size=2),
+  "trajectory": lambda: optax.chain(optax_boost.record_trajectory(2, 3), optax.sgd(0.1)),
+  "subspace": lambda: optax_boost.dim_reduce(subspace_of),
   "centered": lambda: optax.chain(optax_boost.centralize(layout="flax"), optax.adam(0.1)),
 }
 
@@ -174,7 +182,9 @@ def test_an_abstract_state_with_statistics_keeps_them():
 
 
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
-@pytest.mark.parametrize("name", ["momentum", "adam", "adamw in a chain", "accumulate"])
+@pytest.mark.parametrize(
+  "name", ["momentum", "adam", "adamw in a chain", "accumulate", "lbfgs", "trajectory", "subspace"]
+)
 def test_an_abstract_state_has_the_shardings_of_the_concrete_one(name, kind):
   mesh = meshes.mesh((2, 4), ("data", "model"), kind)
   specs = {"kernel": jax.P("model", "data"), "bias": jax.P("data")}
