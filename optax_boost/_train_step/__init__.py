@@ -30,6 +30,7 @@ from optax_boost._train_step._replaced_values import REPLACED_VALUES as REPLACED
 from optax_boost._train_step._state_placement import (
   canonicalize_state as canonicalize_state,
   placement as placement,
+  put as put,
 )
 from optax_boost._train_step._step import TrainStep as TrainStep, make_train_step as make_train_step
 from optax_boost._train_step._step_computation import StepComputation as StepComputation

@@ -72,7 +72,10 @@ def put(x: jax.Array, sharding_of: _types.ShardingFn | None) -> jax.Array:
   """Puts an array where a function of the user says, if there is one."""
   if sharding_of is None:
     return x
-  return jax.device_put(x, sharding_of(jax.ShapeDtypeStruct(x.shape, x.dtype)))
+  sharding = sharding_of(jax.ShapeDtypeStruct(x.shape, x.dtype))
+  # Under `jit`, `device_put` may leave its result elsewhere.
+  is_traced = isinstance(x, jax.core.Tracer)
+  return (jax.lax.with_sharding_constraint if is_traced else jax.device_put)(x, sharding)
 
 
 def _default_shardings(state: _train_state.TrainState) -> list[jax.sharding.Sharding | None]:
