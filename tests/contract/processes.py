@@ -1,15 +1,18 @@
 """One of two processes, as on a pod: ``python -m tests.contract.processes PORT NUMBER [ROW ...]``.
 
 Params and batches lie on the devices of both. Ends with an error where a registry's row trains to
-other params than on one device, or a file or subspace can't be read.
+other params than on one device, a file or subspace can't be read, or the processes decide
+differently; and where one waits for the other, with the line at which it waits.
 """
 
+import faulthandler
 import functools
 import pathlib
 import sys
 import tempfile
 from typing import Any
 
+from flax import nnx
 import jax
 from jax.experimental import multihost_utils
 import jax.numpy as jnp
@@ -17,8 +20,11 @@ import numpy as np
 import optax
 
 import optax_boost
+import optax_boost.nnx
 
 P = jax.sharding.PartitionSpec
+# After so many seconds a check ends its process, which perhaps waits for the other.
+LIMIT = 120
 RNG = np.random.default_rng(0)
 PARAMS = {
   "conv": {"kernel": RNG.normal(size=(4, 8, 8)).astype(np.float32)},
@@ -108,6 +114,62 @@ def check_prices(number: int) -> None:
   assert len(set(first.tolist())) == 4
 
 
+def check_held_arrays(number: int) -> None:
+  """The first step works in its arrays' memory; a clone of one process alone outlives the steps."""
+  model = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+  nnx.update(model, sharded(jax.tree.map(np.asarray, nnx.state(model))))
+  optimizer = nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param)
+  step = optax_boost.nnx.make_train_step(lambda model, x: jnp.mean((model(x) - 1) ** 2))
+  batch = place(BATCH[:, :8], P("x"))
+
+  def memory() -> set[int]:
+    arrays = [x for x in jax.tree.leaves(nnx.state((model, optimizer))) if x.size == 64]
+    return {s.data.unsafe_buffer_pointer() for x in arrays for s in x.addressable_shards}
+
+  before = memory()
+  jax.block_until_ready(step(model, optimizer, batch))
+  assert memory() == before
+  held = nnx.clone(model).kernel[...] if number == 0 else None
+  expected = None if held is None else [np.array(s.data) for s in held.addressable_shards]
+  for _ in range(2):
+    jax.block_until_ready(step(model, optimizer, batch))
+  if held is not None:
+    parts = [np.asarray(s.data) for s in held.addressable_shards]
+    jax.tree.map(np.testing.assert_array_equal, parts, expected)
+
+
+def refusal(function: Any) -> str:
+  """The ValueError of a call in this process, or ""; both processes must get the same."""
+  try:
+    function()
+  except ValueError as error:
+    text = str(error)
+  else:
+    text = ""
+  mine = np.frombuffer(text.encode().ljust(2000), np.uint8)
+  np.testing.assert_array_equal(*multihost_utils.process_allgather(mine))
+  return text
+
+
+def check_decisions(number: int) -> None:
+  """Rows and losses of one process alone make both refuse, or none; a race is for one process."""
+  classes = np.eye(8, 16, dtype=np.float32)
+  on_one = np.where(np.arange(8)[:, None] < 4, 1.0, classes)
+  cut = functools.partial(optax_boost.cut_sequences, length=4, full_length=16)
+  assert not refusal(lambda: cut(place(on_one, P("x"))))
+  assert "of classes" in refusal(lambda: cut(place(classes, P("x"))))
+  assert not refusal(lambda: cut(classes if number else np.ones((8, 16), np.float32)))
+  # The first process's batch makes the loss of windows infinite, the other's doesn't.
+  batch = np.full((2, 64), 1.0 if number else np.inf, np.float32)
+  boost = optax_boost.auto_boost("O1", total_steps=100, sequence_length=64)
+  arguments = lambda w, x: jnp.mean(w * x), jnp.ones(()), batch
+  assert "must be finite" in refusal(lambda: boost.optimizer(optax.sgd(0.1), *arguments))
+  methods = {"sgd": optax.sgd(0.1), "adam": optax.adam(0.1)}
+  assert "one process" in refusal(
+    lambda: optax_boost.race(loss_fn, lambda key: PARAMS, BATCH, methods, steps=2, progress=False)
+  )
+
+
 def main() -> None:
   """Joins the other process and runs the rows."""
   port, number, *names = sys.argv[1:]
@@ -116,11 +178,15 @@ def main() -> None:
   # It makes arrays as it is imported, for which JAX must know of all devices.
   from tests.contract import registry
 
-  check_prices(int(number))
+  for check_both in (check_prices, check_held_arrays, check_decisions):
+    faulthandler.dump_traceback_later(LIMIT, exit=True)
+    check_both(int(number))
+  faulthandler.dump_traceback_later(LIMIT, exit=True)
   with tempfile.TemporaryDirectory() as folder:
     check_files(pathlib.Path(folder))
   for row in registry.ROWS:
     if not names or str(row) in names:
+      faulthandler.dump_traceback_later(LIMIT, exit=True)
       print(row, flush=True)
       check_row(row)
 
