@@ -138,6 +138,24 @@ def check_held_arrays(number: int) -> None:
     jax.tree.map(np.testing.assert_array_equal, parts, expected)
 
 
+def check_opt_state_sharding(_: int) -> None:
+  """The optimizer's state is spread over both processes, the params are whole in both."""
+  shardings = {x.shape: x.sharding for x in jax.tree.leaves(sharded(PARAMS))}
+  whole = place(np.ones(()), P()).sharding
+  step = optax_boost.make_train_step(loss_fn, optax.adam(0.1))
+  state = step.init(
+    jax.tree.map(lambda x: place(x, P()), PARAMS),
+    opt_state_sharding=lambda x: shardings.get(x.shape, whole),
+  )
+  alone = step.init(PARAMS)
+  for _ in range(2):
+    state, _ = jax.block_until_ready(step(state, place(BATCH, P("x"))))
+    alone, _ = step(alone, BATCH)
+  assert all(x.is_fully_replicated for x in jax.tree.leaves(state.params))
+  assert not any(x.is_fully_replicated for x in jax.tree.leaves(state.opt_state) if x.ndim)
+  check(state, alone)
+
+
 def refusal(function: Any) -> str:
   """The ValueError of a call in this process, or ""; both processes must get the same."""
   try:
@@ -178,7 +196,7 @@ def main() -> None:
   # It makes arrays as it is imported, for which JAX must know of all devices.
   from tests.contract import registry
 
-  for check_both in (check_prices, check_held_arrays, check_decisions):
+  for check_both in (check_prices, check_held_arrays, check_opt_state_sharding, check_decisions):
     faulthandler.dump_traceback_later(LIMIT, exit=True)
     check_both(int(number))
   faulthandler.dump_traceback_later(LIMIT, exit=True)

@@ -556,8 +556,13 @@ def test_layers_cut_in_both_ways_keep_their_sharding_in_one_program(tx):
   step = compilations.Watched(ob_nnx.make_train_step(lambda model, x: jnp.mean(model(x) ** 2)))
   for _ in range(3):
     step(model, optimizer, put(jnp.eye(8), "data"))
-    for path, x in jax.tree.leaves_with_path(nnx.state(model)):
-      assert x.sharding.is_equivalent_to(before[path], x.ndim), path
+    # A loop would hold an array until the next step, which would copy it.
+    moved = [
+      path
+      for path, x in jax.tree.leaves_with_path(nnx.state(model))
+      if not x.sharding.is_equivalent_to(before[path], x.ndim)
+    ]
+    assert not moved
   assert step.compiled_once()
   # A variable more than when the places were looked up: the step compiles again and goes on.
   model.seen = nnx.BatchStat(put(jnp.ones(8)))
