@@ -31,10 +31,11 @@ def make_optimizer(
   Examples:
     >>> from flax import nnx
     >>> import jax, optax, optax_boost.nnx
-    >>> mesh = jax.make_mesh((jax.device_count(),), ("data",))
+    >>> auto = jax.sharding.AxisType.Auto
+    >>> mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(auto,))
     >>> def shard(x):
     ...   spread = x.ndim > 0 and x.shape[0] % mesh.size == 0
-    ...   return jax.NamedSharding(mesh, jax.P("data" if spread else None))
+    ...   return jax.NamedSharding(mesh, jax.P("data") if spread else jax.P())
     >>> model = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
     >>> optimizer = optax_boost.nnx.make_optimizer(
     ...   model, optax.adam(1e-3), opt_state_sharding=shard
