@@ -187,7 +187,7 @@ def _constraint(sharding: jax.sharding.NamedSharding) -> jax.sharding.NamedShard
   shardings without such entries.
   """
   mesh, spec = sharding.mesh, list(sharding.spec)
-  # Explicit axes and host memory are part of an array's type, so the compiler keeps them.
+  # Explicit axes and host memory are part of an array's type. `keep_placement` keeps the axes.
   free = isinstance(mesh, jax.sharding.Mesh) and _placement.has_auto_axes_only(mesh)
   if not free or sharding.memory_kind != mesh.devices.flat[0].default_memory().kind:
     return None
@@ -210,7 +210,12 @@ def keep_placement(
   if not shardings or structure != jax.tree.structure(before):
     return state
 
-  def place(leaf: jax.Array, sharding: jax.sharding.NamedSharding | None) -> jax.Array:
-    return leaf if sharding is None else jax.lax.with_sharding_constraint(leaf, sharding)
+  def place(
+    leaf: jax.Array, old: jax.Array, sharding: jax.sharding.NamedSharding | None
+  ) -> jax.Array:
+    if sharding is not None:
+      return jax.lax.with_sharding_constraint(leaf, sharding)
+    typed = jax.typeof(old).sharding
+    return leaf if typed == jax.typeof(leaf).sharding else _placement.place_by(leaf, typed)
 
-  return _trees.map_with(place, state, shardings)
+  return _trees.map_with(place, state, jax.tree.leaves(before), shardings)

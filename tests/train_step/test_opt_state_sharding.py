@@ -117,3 +117,21 @@ def test_params_are_gathered_once_and_trained_as_on_one_device(door, name):
     np.testing.assert_allclose(
       x.astype(jnp.float32), y.astype(jnp.float32), atol=2e-2 if x.dtype == jnp.bfloat16 else 1e-5
     )
+
+
+def test_params_stay_whole_on_explicit_axes():
+  """There the type of an update, which is spread as the moments are, would become the params'."""
+  mesh = meshes.mesh((8,), ("data",), "Explicit")
+  sharding = functools.partial(jax.sharding.NamedSharding, mesh)
+  tx = optax_boost.average_params(optax.adam(0.1), decay=0.9)
+  step = optax_boost.make_train_step(lambda w, x: jnp.mean((x @ w - 1) ** 2), tx)
+  state = step.init(
+    jax.device_put(jnp.ones((16, 1)), sharding(jax.P())),
+    opt_state_sharding=lambda x: sharding(jax.P("data") if x.ndim else jax.P()),
+  )
+  step = compilations.Watched(step)
+  for _ in range(2):
+    state, _ = step(state, jax.device_put(X, sharding(jax.P("data"))))
+    assert state.params.is_fully_replicated
+    assert not any(x.is_fully_replicated for x in jax.tree.leaves(state.opt_state) if x.ndim)
+  assert step.compiled_once()
