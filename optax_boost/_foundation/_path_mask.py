@@ -3,8 +3,9 @@
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 
-from optax_boost._foundation import _patterns, _selectors, _types
+from optax_boost._foundation import _checks, _patterns, _selectors, _types
 
 
 def path_mask(*patterns: str) -> Callable[[_types.Params], _types.Tree]:
@@ -29,7 +30,9 @@ def path_mask(*patterns: str) -> Callable[[_types.Params], _types.Tree]:
     A pattern that matches nothing raises :class:`NoEffectWarning`.
 
   Raises:
-    TypeError: a pattern is not a string.
+    TypeError: a pattern is not a string; or, when the mask is called, it gets a count of steps in
+      the place of params, as ``optax.inject_hyperparams`` passes to a function that is not in its
+      ``static_args``.
     ValueError: a pattern is a regular expression (``kernel$``, ``.*bias``, ``(a|b)/w``), has no
       name, or has a bracket that is not closed.
 
@@ -44,7 +47,20 @@ def path_mask(*patterns: str) -> Callable[[_types.Params], _types.Tree]:
     _patterns.compile_pattern("patterns", pattern)
 
   def mask(params: _types.Params) -> _types.Tree:
+    if _is_count(params):
+      raise TypeError(
+        f"`path_mask` selects leaves of a tree of params; got {_checks.shorten(params)}, a count of"
+        " steps: `optax.inject_hyperparams` takes a function for a schedule, unless its argument is"
+        ' in `static_args`. Write `optax.inject_hyperparams(optax.adamw, static_args=("mask",))`.'
+      )
     selected = _selectors.select(params, patterns, "patterns")
     return jax.tree.unflatten(jax.tree.structure(params), selected)
 
   return mask
+
+
+def _is_count(params: _types.Unchecked) -> bool:
+  """Returns whether the place of params has a scalar integer, which no optimizer trains."""
+  if not _checks.is_any_array(params) or jnp.ndim(params):
+    return False
+  return jnp.issubdtype(jnp.result_type(params), jnp.integer)

@@ -163,3 +163,16 @@ def test_the_warning_of_a_pattern_without_effect_has_the_pattern_to_write(patter
 def test_path_mask_accepts_only_patterns():
   with pytest.raises(TypeError, match=r"must hold patterns, which are strings; got 3.*head\|"):
     optax_boost.path_mask(3)
+
+
+@pytest.mark.parametrize("jit", [lambda f: f, jax.jit])
+def test_a_mask_that_inject_hyperparams_takes_for_a_schedule_says_static_args(jit):
+  params = {"kernel": jnp.ones(3), "bias": jnp.ones(3)}
+  zeros = jax.tree.map(jnp.zeros_like, params)
+  hyperparams = {"learning_rate": 0.1, "weight_decay": 0.5, "mask": optax_boost.path_mask("kernel")}
+  with pytest.raises(TypeError, match=r"got .*, a count of steps.*static_args=\(\"mask\",\)"):
+    jit(optax.inject_hyperparams(optax.adamw)(**hyperparams).init)(params)
+  tx = optax.inject_hyperparams(optax.adamw, static_args=("mask",))(**hyperparams)
+  updates, _ = jit(tx.update)(zeros, tx.init(params), params)
+  np.testing.assert_allclose(updates["kernel"], -0.05, rtol=1e-6)
+  assert not np.any(updates["bias"])
