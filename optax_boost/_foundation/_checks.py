@@ -214,6 +214,20 @@ def call_schedule(call: str, function: Callable[..., Any], *args: Any) -> Any:
     ) from error
 
 
+def count_at(call: str, count: Any, step: jax.Array) -> jax.Array:
+  """Returns the argument `count`, a whole number of at least 1, or its result if it is a function.
+
+  A function is called with `step`; the message shows the `call`, such as ``"every(step)"``. Raises
+  TypeError or ValueError for another number; a traced number below 1 counts as 1.
+  """
+  if callable(count):
+    count = call_schedule(call, count, step)
+    if is_any_array(count) and jnp.ndim(count):
+      raise ValueError(f"`{call}` must return a scalar; got an array of shape {jnp.shape(count)}.")
+    check_whole_number(call, count)
+  return jnp.maximum(jnp.asarray(count, jnp.int32), 1)
+
+
 def check_type(
   name: str, value: _types.Unchecked, kind: type | types.UnionType, words: str
 ) -> None:

@@ -10,9 +10,11 @@ def check_selector(argument: str, selector: _types.LeafSelector) -> None:
 
   Factories call this check, when the tree whose leaves are selected is not known yet.
   """
-  if selector is None or is_auto_selector(selector) or _is_function(selector):
+  if selector is None or is_auto_selector(selector):
     return
-  if isinstance(selector, str):
+  if _is_function(selector):
+    _checks.check_callable(argument, selector, f"{argument}(params)", takes=1)
+  elif isinstance(selector, str):
     _patterns.compile_pattern(argument, selector)
   elif isinstance(selector, list | tuple) and any(isinstance(p, str) for p in selector):
     for pattern in selector:

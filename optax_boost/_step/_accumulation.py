@@ -59,7 +59,8 @@ def accumulate(
     inner: the optimizer that sees the mean gradient.
     every: the number of micro-steps per inner step, at least 1. Raising it gives larger batches in
       the same memory, and fewer steps. Or a function: it takes the number of inner steps so far,
-      and returns the number of micro-steps for the next inner step.
+      and returns the number of micro-steps for the next inner step, an integer; a number below 1
+      that is computed on the device counts as 1.
     not_finite: what to do with a micro-batch whose gradient is not finite or makes the sum
       overflow. ``"drop"`` leaves it out, as if it had never come: it does not count in its window.
       ``"keep"`` adds the micro-batch, so the mean is not finite, and `inner`, such as
@@ -244,11 +245,4 @@ def _refused(params: optax.Params, *args: Any) -> None:
 
 def _window_length(every: _Every, inner_count: _types.IntScalar) -> _types.IntScalar:
   """Returns the number of micro-steps in the window that follows `inner_count` inner steps."""
-  call = "every(inner_count)"
-  length = _checks.call_schedule(call, every, inner_count) if callable(every) else every
-  if jnp.shape(length) != ():
-    raise ValueError(
-      "`every` must return a scalar, the number of micro-steps in a window; got an array of shape"
-      f" {jnp.shape(length)}."
-    )
-  return jnp.asarray(length)
+  return _checks.count_at("every(inner_count)", every, inner_count)

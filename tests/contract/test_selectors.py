@@ -306,3 +306,19 @@ def test_a_plan_per_tree_survives_if_another_thread_clears_the_plans_at_any_time
   argument = Interrupted()
   for _ in range(3):
     assert plan({"w": np.ones(5)}, argument) == (5,)
+
+
+WITH_FUNCTIONS = {
+  "lars exclude": lambda f: optax_boost.lars(0.1, exclude=f),
+  "lars weight_decay_mask": lambda f: optax_boost.lars(0.1, weight_decay=0.1, weight_decay_mask=f),
+  "centralize exclude": lambda f: optax_boost.centralize(exclude=f),
+  "laperm exclude": lambda f: optax_boost.laperm(optax.sgd(0.1), 2, exclude=f),
+}
+
+
+@pytest.mark.parametrize("name", WITH_FUNCTIONS)
+def test_a_function_of_path_and_leaf_is_refused_with_the_argument_that_a_function_gets(name):
+  argument = name.split()[1]
+  words = f"`{argument}` is called as `{argument}(params)`; got a function of (path, leaf)"
+  with pytest.raises(TypeError, match=re.escape(words)):
+    WITH_FUNCTIONS[name](lambda path, leaf: leaf.ndim < 2)

@@ -121,7 +121,9 @@ def test_the_period_can_be_a_function_of_the_steps_made():
   assert state.count == 7
   flags, _, _ = run(optax_boost.laperm(optax.sgd(1.0), jnp.int32(3)), "float32", 7)
   assert flags == [False, False, True, False, False, True, False]
-  with pytest.raises(ValueError, match=r"`sync_every` must return a scalar.*of shape \(2,\)"):
+  with pytest.raises(
+    ValueError, match=r"`sync_every\(count\)` must return a scalar.*of shape \(2,\)"
+  ):
     run(optax_boost.laperm(optax.sgd(1.0), lambda count: jnp.ones(2)), "float32", 1)
 
 

@@ -89,7 +89,8 @@ def laperm(
       state of `inner`.
     sync_every: the number of steps from one synchronization to the next. Raising it trains more
       freely. To let the number grow, pass a function of the number of steps made. Then a
-      synchronization follows each step whose number is a multiple of the function's result.
+      synchronization follows each step whose number is a multiple of the function's result, an
+      integer; a number below 1 that is computed on the device counts as 1.
     exclude: the leaves that only `inner` trains, selected as in :func:`centralize`. None: no leaf.
     layout: where a kernel has its output axis, as in :func:`centralize`.
     layers: the axes of layers, fan-in and outputs, as in :func:`centralize`.
@@ -171,7 +172,8 @@ class _Laperm(NamedTuple):
     steps = structure.flatten_up_to(updates)
     made = jnp.asarray(_skipped_steps.made_step(state.inner_state, inner_state))
     count = _arrays.increment_if(made, state.count)
-    due = made & (count % self._period(state.count) == 0)
+    period = _checks.count_at("sync_every(count)", self.sync_every, state.count)
+    due = made & (count % period == 0)
 
     permuted = [i for i, lay in enumerate(layouts) if not lay.excluded]
     currents = [jax.tree.leaves(params)[i] for i in permuted]
@@ -195,16 +197,6 @@ class _Laperm(NamedTuple):
       inner_state=inner_state,
       made=made,
     )
-
-  def _period(self, count: _types.IntScalar) -> _types.IntScalar:
-    """Returns the number of steps between two synchronizations, at least 1."""
-    period = self.sync_every(count) if callable(self.sync_every) else self.sync_every
-    if jnp.ndim(period) != 0:
-      raise ValueError(
-        "`sync_every` must return a scalar, the number of steps between two synchronizations; got"
-        f" an array of shape {jnp.shape(period)}."
-      )
-    return jnp.maximum(jnp.asarray(period, jnp.int32), 1)
 
 
 def _synchronize(

@@ -78,6 +78,7 @@ class Layouts:
     exclude: _types.LeafSelector = None,
   ) -> None:
     _checks.check_name("layout", layout, ("flax", "torch"))
+    _selectors.check_selector("exclude", exclude)
     self._method, self._layers = method, _layer_arguments.check_layers(layers)
 
     def layout_of(leaf: _layer_axes.Leaf, excluded: bool) -> Layout:
