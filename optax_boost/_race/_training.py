@@ -64,9 +64,12 @@ class Problem:
   def train_step(
     self, loss_fn: _types.LossFn, tx: optax.GradientTransformation
   ) -> _train_step.TrainStep:
-    return _train_step.make_train_step(
+    step = _train_step.make_train_step(
       loss_fn, tx, has_model_state=self.has_model_state, full_grad_fn=self.full_grad_fn
     )
+    # All methods get the `full_grad_fn` that some of them need.
+    step.computation.warnings_given.add(_train_step.UNUSED_FULL_GRADIENT)
+    return step
 
   def start(self, seed: int) -> tuple[_types.Params, _types.ModelState | None]:
     """Returns the initial params, and the initial statistics or None if the loss takes none."""

@@ -14,7 +14,7 @@ def call(loss_fn: _types.LossFn, params: optax.Params, *args: _types.Tree) -> An
   """Returns ``loss_fn(params, *args)``; explains errors of a loss for other arguments."""
   try:
     return loss_fn(params, *args)
-  except (TypeError, ValueError, LookupError, AttributeError) as error:
+  except Exception as error:
     if str(error) == f"'{type(params).__name__}' object is not callable":
       raise TypeError(
         "`loss_fn(params, batch)` is called with the params, which can't be called like a model;"
@@ -24,12 +24,19 @@ def call(loss_fn: _types.LossFn, params: optax.Params, *args: _types.Tree) -> An
         " model)`."
       ) from error
     # A note, since the error may be of the user's own.
-    passed = args[1:] if is_stateful(loss_fn) else (params, *args)
+    has_model = is_stateful(loss_fn)
+    passed = args[1:] if has_model else (params, *args)
     types = jax.tree.map(jax.typeof, passed)  # a class may check the shapes of its leaves
-    error.add_note(
-      f"`loss_fn` was called with {', '.join(_checks.shorten(tree, 200) for tree in types)}. A"
-      " batch reaches the loss as you pass it; read it by the names or numbers that it has."
+    arguments = [*["the model"] * has_model, *(_checks.shorten(tree, 200) for tree in types)]
+    note = (
+      f"`loss_fn` was called with {', '.join(arguments)}. A batch reaches the loss as you pass it;"
+      " read it by the names or numbers that it has."
     )
+    if has_model:
+      note += " The model holds its params, and is called as `model(x)`."
+    if type(params) is tuple and len(params) == 2:
+      note += " If the second of the params is a model state, pass `has_model_state=True`."
+    error.add_note(note)
     raise
 
 

@@ -33,6 +33,9 @@ from optax_boost._train_step._state_placement import (
   put as put,
 )
 from optax_boost._train_step._step import TrainStep as TrainStep, make_train_step as make_train_step
-from optax_boost._train_step._step_computation import StepComputation as StepComputation
+from optax_boost._train_step._step_computation import (
+  UNUSED_FULL_GRADIENT as UNUSED_FULL_GRADIENT,
+  StepComputation as StepComputation,
+)
 from optax_boost._train_step._train_state import TrainState as TrainState
 from optax_boost._train_step._written_params import with_written_params as with_written_params

@@ -2,9 +2,10 @@
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
-from optax_boost._foundation import _types
+from optax_boost._foundation import _paths, _types
 
 
 def split_output(
@@ -34,6 +35,45 @@ def split_output(
   if has_aux and has_model_state:
     return loss, second
   return loss, ((second, None) if has_model_state else (None, second))
+
+
+def check_model_state(before: _types.ModelState, after: _types.ModelState, has_aux: bool) -> None:
+  """Raises TypeError unless a loss returns the leaves of its model state, in their array types.
+
+  `before` is the model state that the loss got, and `after` the one that it returned. Containers
+  may differ, since Flax returns dicts in place of its frozen dicts.
+  """
+  required, got = _array_types(before), _array_types(after)
+  if required == got:
+    return
+  path = next(path for path in [*required, *got] if required.get(path) != got.get(path))
+  name = path or "model_state"
+  if path not in got:
+    difference = f"lacks the leaf '{name}'"
+  elif path not in required:
+    difference = f"has a leaf '{name}' too many"
+  else:
+    difference = f"has {_describe_type(got[path])} as the leaf '{name}'"
+    difference += f", which was {_describe_type(required[path])}"
+  surplus = sorted(got.keys() - required.keys())
+  if path not in got and surplus:
+    difference += f" and has '{surplus[0] or 'model_state'}'"
+  form = "(loss, (model_state, aux))" if has_aux else "(loss, model_state)"
+  raise TypeError(
+    f"`loss_fn` must return {form} with the arrays of the model state that it gets; the one that it"
+    f" returned {difference}. Return all statistics, in the dtypes of those that `step.init` got."
+  )
+
+
+def _array_types(tree: _types.ModelState) -> dict[str, tuple[tuple[int, ...], _types.Dtype]]:
+  """Returns shape and dtype of each leaf, by path."""
+  types = [(jnp.shape(leaf), jnp.result_type(leaf)) for leaf in jax.tree.leaves(tree)]
+  return dict(zip(_paths.leaf_paths(tree), types, strict=True))
+
+
+def _describe_type(array_type: tuple[tuple[int, ...], _types.Dtype]) -> str:
+  shape, dtype = array_type
+  return f"{dtype}{list(shape)}"
 
 
 def _is_pair(value: _types.Unchecked) -> bool:

@@ -93,6 +93,10 @@ def flatten_metrics(
   Returns:
     A flat dictionary of Python numbers.
 
+  Raises:
+    TypeError: `metrics` is not a dictionary, or is traced.
+    ValueError: the two arguments are exchanged.
+
   Examples:
     >>> import jax.numpy as jnp, optax_boost
     >>> metrics = {"loss": jnp.ones([]), "trust_ratio": jnp.ones(2), "aux": {"right": jnp.int32(3)}}
@@ -105,6 +109,16 @@ def flatten_metrics(
     raise TypeError(
       "`metrics` must be the dictionary of a train step (`state, metrics = step(state, batch)`);"
       f" got {_checks.shorten(metrics)}."
+    )
+  if isinstance(params, Mapping) and "loss" in params and "loss" not in metrics:
+    raise ValueError(
+      "`flatten_metrics(metrics, params)` takes the metrics first; got them as `params`, with a"
+      " `loss`. Exchange the two."
+    )
+  if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(metrics)):
+    raise TypeError(
+      "`flatten_metrics` makes Python numbers, so it must be called outside of `jit`, `scan` and"
+      " `vmap`; got traced metrics. Return the metrics, and flatten what comes back."
     )
   metrics = jax.device_get(metrics)
   leaves = [] if params is None else _paths.leaf_paths(params)

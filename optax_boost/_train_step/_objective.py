@@ -48,9 +48,7 @@ class Objective:
     The gradient is zero in frozen layers, and the values of frozen layers are the old ones.
     """
     loss = self._without_frozen_gradients()
-    # If the number of frozen groups is static, the loss has no gradient in frozen layers. The loss
-    # is not checked then, since it may depend on frozen layers only.
-    if self.must_depend and (self.freezing is None or not self.freezing.is_static):
+    if self.must_depend:
       loss = _check_dependence(loss)
     if self.loss_scale is None:
       output, derivatives = jax.value_and_grad(loss, has_aux=True)((params, self.values))
@@ -143,7 +141,8 @@ def _check_dependence(
       raise ValueError(
         "`loss_fn` must compute the loss from the params that it is given; no gradient of it"
         " reaches them, so nothing would be trained. Does it use a model of an outer scope, or"
-        " `jax.lax.stop_gradient`?"
+        " `jax.lax.stop_gradient`? In NNX, does `wrt` of the optimizer select variables that the"
+        " loss uses?"
       )
     return value, aux
 

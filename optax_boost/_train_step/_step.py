@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 import concurrent.futures
+import dataclasses
 import functools
 from typing import Any
 
@@ -29,8 +30,11 @@ class TrainStep:
 
   def __init__(self, computation: _step_computation.StepComputation, donate: bool = True):
     self.computation = computation
-    donated = (0,) if donate else ()
-    self._step = jax.jit(computation.step, donate_argnums=donated, static_argnums=(4, 5))
+    self._step = jax.jit(computation.step, static_argnums=(4, 5))
+    # `jax.grad` through a step reads the arrays of the old state again, after the step.
+    self._traced_step = self._step
+    if donate:
+      self._step = jax.jit(computation.step, donate_argnums=0, static_argnums=(4, 5))
     self._depth = _frozen_depth.DepthReader(computation.tx)
 
   def init(
@@ -102,7 +106,10 @@ class TrainStep:
     return _state_placement.canonicalize_state(state)
 
   def __call__(
-    self, state: _train_state.TrainState, batch: _types.Batch, rng: jax.Array | None = None
+    self,
+    state: _train_state.TrainState,
+    batch: _types.Batch = dataclasses.MISSING,
+    rng: jax.Array | None = None,
   ) -> tuple[_train_state.TrainState, _types.Metrics]:
     """Makes one step; `state` is donated and must not be used afterwards.
 
@@ -118,11 +125,17 @@ class TrainStep:
       two methods report the same name, the second is called, for example, ``trust_ratio_1``.
     """
     _check_call(state, rng)
+    if batch is dataclasses.MISSING:
+      raise TypeError(
+        "A step needs a batch, too: `step(state, batch)`; got none. For a loss without data call"
+        " `step(state, None)`, and write the loss as `loss_fn(params, batch)`."
+      )
     try:
       depth, steps = self._depth.read(state.opt_state)
       placed = _state_placement.commit_like(state, (batch, rng))
       placement = _state_placement.placement(placed)
-      state, metrics = self._step(placed, batch, rng, self.computation.data, depth, placement)
+      step = self._traced_step if _is_traced(state.params, batch, rng) else self._step
+      state, metrics = step(placed, batch, rng, self.computation.data, depth, placement)
     except (RuntimeError, ValueError) as error:
       _explain_deleted(error, state=state, batch=batch, rng=rng)
       raise
@@ -262,6 +275,12 @@ class TrainStep:
     except TypeError:
       _tree_checks.check_traceable("batch", batch)
       raise
+
+
+def _is_traced(*arguments: _types.Tree) -> bool:
+  """Returns whether an array in the arguments is traced, as by ``jax.grad`` or ``jax.vmap``."""
+  types = set(map(type, jax.tree.leaves(arguments)))
+  return any(issubclass(type_, jax.core.Tracer) for type_ in types)
 
 
 def _check_variables(params: _types.Unchecked) -> None:

@@ -54,6 +54,11 @@ _UNUSED_WEIGHT = (
   " or leave `weight` out."
 )
 
+UNUSED_FULL_GRADIENT = (
+  "`full_grad_fn` has no effect in this step: its optimizer never calls it. Put"
+  " `optax_boost.svrg(refresh_every=n)` into the optimizer, or leave `full_grad_fn` out."
+)
+
 
 # `eq=False` compares and hashes objects by identity. `jax.jit` caches compiled programs by the
 # bound method `step`, whose hash needs the object's hash, and some fields, such as `data`, can't be
@@ -65,8 +70,8 @@ class StepComputation:
   Attributes:
     data: the arrays that the user's `full_grad_fn` binds, by name.
     warnings_given: the warnings given so far, so that no later trace of the step repeats them.
-    losses_checked: holds True after the first trace. Later traces don't check whether the loss
-      depends on the params.
+    losses_checked: the structures of the params for which a trace has checked that the loss depends
+      on them. Later traces don't check this, since the loss may be a constant for some batches.
   """
 
   loss_fn: _types.LossFn
@@ -80,7 +85,7 @@ class StepComputation:
   weight: str | _types.WeightFn | None
   metrics: tuple[str, ...]
   warnings_given: set[str] = dataclasses.field(default_factory=set)
-  losses_checked: set[bool] = dataclasses.field(default_factory=set)
+  losses_checked: set[_types.TreeDef] = dataclasses.field(default_factory=set)
 
   def loss(
     self,
@@ -96,7 +101,10 @@ class StepComputation:
       output, model_state = output
       loss, (_, aux) = _loss_output.split_output(output, self.has_aux, False)
       return loss, (model_state, aux)
-    return _loss_output.split_output(output, self.has_aux, self.has_model_state)
+    loss, (new_state, aux) = _loss_output.split_output(output, self.has_aux, self.has_model_state)
+    if self.has_model_state:
+      _loss_output.check_model_state(model_state, new_state, self.has_aux)
+    return loss, (new_state, aux)
 
   def gradient(
     self,
@@ -147,18 +155,20 @@ class StepComputation:
     # this jaxpr, so that the user's function is traced once.
     asks_for_layers = _protocol.takes(state.opt_state, "layers")
     loss = traced if asks_for_layers else lambda inputs: run_loss(inputs, *arguments)
-    # The loss must depend on the params in the first trace only; later it may be a constant.
     value_groups: list[_layer_groups.GroupNumber] = [_frozen_statistics.NEVER_FROZEN] * len(values)
     if freezing is not None and self.hold_frozen_statistics:
       value_groups = _frozen_statistics.groups_of_values(
         state.model_state, replaced, state.params, freezing.groups, traced.value_axes
       )
-    must_depend = not self.losses_checked
+    # With frozen layers, the loss may depend on these only.
+    structure: _types.TreeDef = jax.tree.structure(state.params)
+    must_depend = not depth and structure not in self.losses_checked
     objective = _objective.Objective(
       loss, traced, values, value_groups, loss_scale, freezing, must_depend
     )
     (value, (model_state, aux)), grad, new_values = objective.value_and_grad(state.params)
-    self.losses_checked.add(True)
+    if must_depend:
+      self.losses_checked.add(structure)
     # If the forward pass has changed params, the update is added to the changed params, as in Flax
     # NNX.
     start, model_state = _written_params.take_written_params(state.params, model_state, traced)
@@ -173,10 +183,16 @@ class StepComputation:
       )
     model_state = _replaced_values.write(model_state, paths, new_values)
     extra = {"value": value, "grad": grad, **objective.closures(start)}
+    uses_full_gradient: set[bool] = set()
     if self.full_grad_fn is not None:
       gradient = functools.partial(self.gradient, state.model_state)
       rng_args = {"rng": rngs[0]} if rngs else {}
-      mean_gradient = functools.partial(self.full_grad_fn, gradient, **data, **rng_args)
+      full_grad_fn = functools.partial(self.full_grad_fn, gradient, **data, **rng_args)
+
+      def mean_gradient(params: optax.Params) -> optax.Updates:
+        uses_full_gradient.add(True)
+        return full_grad_fn(params)
+
       extra["full_grad_fn"] = _objective.accept_masked(mean_gradient, start)
     extra["layers"] = _layer_axes.DeferredLayerAxes(traced.layers)
     if self.weight is not None:
@@ -188,6 +204,8 @@ class StepComputation:
     if freezing is not None:
       extra["frozen_groups"] = freezing.depth
     params, opt_state = _apply_gradients.step_in_place(self.tx, grad, state.opt_state, start, extra)
+    if self.full_grad_fn is not None and not uses_full_gradient:
+      self._warn_once(UNUSED_FULL_GRADIENT)
     rejected = _skipped_steps.left_out(state.opt_state, opt_state)
     metrics = _metrics.step_metrics(self.metrics, value, grad, loss_scale, opt_state, rejected)
     if freezing is not None:

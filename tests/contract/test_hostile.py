@@ -32,8 +32,11 @@ HOSTILE = {
   "norm": {"scale": "notfinite_count"},
 }
 
-# These train in scans, where the depth of freezing is traced.
-pytestmark = pytest.mark.filterwarnings("ignore:`freeze_layers` saves no time")
+# These train in scans, where the depth of freezing is traced, and give each method a mean gradient.
+pytestmark = [
+  pytest.mark.filterwarnings("ignore:`freeze_layers` saves no time"),
+  pytest.mark.filterwarnings("ignore:`full_grad_fn` has no effect"),
+]
 
 
 def distance(params: Any, batch: Any) -> jax.Array:

@@ -154,7 +154,7 @@ def test_variance_reduction_of_real_leaves_beside_complex_ones(where):
   mask = {"complex": False, "real": True}
   tx = optax.chain(optax.masked(optax_boost.svrg(every), mask), optax.sgd(0.01))
   full = functools.partial(optax_boost.full_gradient, stacked=True, batches=jnp.asarray(batches))
-  step = optax_boost.make_train_step(loss, tx, full_grad_fn=full)
+  step = optax_boost.make_train_step(loss, tx, full_grad_fn=full if every else None)
   state = step.init(START)
   if every is None:
     state = step.refresh(state, list(batches))

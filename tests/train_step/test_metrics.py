@@ -89,6 +89,16 @@ def test_names_come_from_paths_leaves_and_numbers():
   assert optax_boost.flatten_metrics({"aux": jnp.ones(1)}, {"kernel": 1}) == {"aux/0": 1.0}
 
 
+def test_metrics_that_are_traced_or_in_the_place_of_params_are_refused():
+  metrics, params = {"loss": jnp.ones([]), "trust_ratio": jnp.ones(1)}, {"kernel": jnp.ones((2, 2))}
+  with pytest.raises(ValueError, match=r"takes the metrics first.*Exchange the two"):
+    optax_boost.flatten_metrics(params, metrics)
+  with pytest.raises(TypeError, match=r"outside of `jit`.*flatten what comes back"):
+    jax.jit(optax_boost.flatten_metrics)(metrics)
+  # Params may be called as a metric is.
+  assert optax_boost.flatten_metrics(metrics, {"loss": 0})["trust_ratio/loss"] == 1
+
+
 def test_an_nnx_model_names_the_ratios_of_its_layers():
   model = nnx.Sequential(*(nnx.Linear(2, 2, rngs=nnx.Rngs(0)) for _ in range(11)))
   for i, layer in enumerate(model.layers):

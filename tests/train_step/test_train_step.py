@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import warnings
 
 import chex
-from flax import nnx
+from flax import core, nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,6 +15,7 @@ import pytest
 
 import optax_boost
 from optax_boost import LayerSlice
+import optax_boost.nnx
 from tests import compilations, meshes
 
 KEY = jax.random.key(0)
@@ -657,6 +658,115 @@ def test_a_loss_that_does_not_depend_on_the_params_is_refused():
       step = optax_boost.make_train_step(loss, tx)
       with pytest.raises(ValueError, match="no gradient of it reaches them"):
         step(step.init(outer), jnp.ones(3))
+
+
+def test_an_optimizer_of_variables_that_an_nnx_loss_does_not_use_is_refused():
+  class Unused(nnx.Param):
+    pass
+
+  class Model(nnx.Module):
+    def __init__(self):
+      self.used, self.unused = nnx.Param(jnp.ones(3)), Unused(jnp.ones(3))
+
+  step = optax_boost.nnx.make_train_step(lambda model, x: jnp.mean((model.used[...] * x) ** 2))
+  # Also after a step with another optimizer, and if layers may freeze later.
+  model = Model()
+  step(model, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param), jnp.ones(3))
+  freezing = optax_boost.freeze_layers(optax.sgd(0.1), ["unused"], optax_boost.fixed_freezing(1, 0))
+  for tx in (optax.sgd(0.1), freezing):
+    model = Model()
+    with pytest.raises(
+      ValueError, match=r"does `wrt` of the optimizer select variables that the l"
+    ):
+      step(model, nnx.Optimizer(model, tx, wrt=Unused), jnp.ones(3))
+
+
+LOSS_OF_STATE = {
+  "aux first": (lambda s: ({"accuracy": jnp.ones([])}, s), "lacks the leaf 'mean' and has 'acc"),
+  "another name": (
+    lambda s: ({"average": s["mean"]}, 0),
+    "lacks the leaf 'mean' and has 'average'",
+  ),
+  "one too many": (lambda s: (s | {"n": jnp.ones([])}, 0), "has a leaf 'n' too many"),
+  "nothing": (lambda s: (None, 0), "lacks the leaf 'mean'"),
+  "another dtype": (
+    lambda s: ({"mean": s["mean"].astype(jnp.bfloat16)}, 0),
+    r"has bfloat16\[\] as the leaf 'mean', which was float32\[\]",
+  ),
+  "another shape": (
+    lambda s: ({"mean": s["mean"][None]}, 0),
+    r"has float32\[1\] as the leaf 'mean'",
+  ),
+}
+
+
+@pytest.mark.parametrize("name", LOSS_OF_STATE)
+def test_a_model_state_of_other_arrays_than_init_got_is_refused_with_the_leaf(name):
+  returned, words = LOSS_OF_STATE[name]
+  step = optax_boost.make_train_step(
+    lambda p, s, x: (jnp.sum(p * x), returned(s)),
+    optax.sgd(0.1),
+    has_model_state=True,
+    has_aux=True,
+  )
+  state = step.init(jnp.ones(3), {"mean": jnp.zeros([])})
+  calls = [
+    lambda: step.lower(state, jnp.ones(3)),
+    lambda: jax.eval_shape(lambda s, xs: jax.lax.scan(step, s, xs), state, jnp.ones((2, 3))),
+  ]
+  for call in calls:
+    with pytest.raises(TypeError, match=rf"must return \(loss, \(model_state, aux\)\) .*{words}"):
+      call()
+
+
+def test_a_model_state_may_come_back_in_other_containers_and_as_python_numbers():
+  step = optax_boost.make_train_step(
+    lambda p, s, x: (jnp.sum(p * x), {"mean": 1.0, "key": s["key"]}),
+    optax.sgd(0.1),
+    has_model_state=True,
+  )
+  start = core.freeze({"mean": jnp.zeros([]), "key": jax.random.key(0)})
+  assert step(step.init(jnp.ones(3), start), jnp.ones(3))[0].model_state["mean"] == 1
+
+
+@pytest.mark.parametrize("name", ["nothing", "svrg", "svrg that is refreshed by hand", "a race"])
+def test_a_full_gradient_that_nothing_asks_for_warns_once(name):
+  full = lambda gradient, params: gradient(params, jnp.ones(3))  # noqa: E731
+  svrg = optax_boost.svrg(refresh_every=None if "hand" in name else 2)
+  tx = optax.chain(svrg if "svrg" in name else optax.identity(), optax.sgd(0.1))
+  loss = lambda params, x: jnp.sum((params - x) ** 2)  # noqa: E731
+  with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    if name == "a race":
+      init_fn = lambda key: jax.random.normal(key, (3,))  # noqa: E731
+      optax_boost.race(
+        loss, init_fn, jnp.ones((1, 3)), {"a": tx}, steps=1, seeds=1, full_grad_fn=full,
+        progress=False,
+      )  # fmt: skip
+    else:
+      step = optax_boost.make_train_step(loss, tx, full_grad_fn=full)
+      state = step.init(jnp.ones(3))
+      step.lower(state, jnp.ones(3))
+      step.lower(state, jnp.ones((1, 3)))
+  texts = [str(w.message) for w in caught if w.category is optax_boost.NoEffectWarning]
+  assert len(texts) == (name in ("nothing", "svrg that is refreshed by hand"))
+  assert all("`full_grad_fn` has no effect" in text for text in texts)
+
+
+@pytest.mark.parametrize("argument", ["params", "batch"])
+def test_a_step_that_donates_has_the_gradient_of_its_loss(argument):
+  loss = lambda params, x: jnp.mean(jnp.tanh(x @ params) ** 2)  # noqa: E731
+  step = optax_boost.make_train_step(loss, optax.sgd(0.1))
+  arguments = {"params": jnp.arange(6.0).reshape(3, 2) / 6, "batch": jnp.ones((2, 3))}
+
+  def metric(value):
+    changed = arguments | {argument: value}
+    return step(step.init(changed["params"]), changed["batch"])[1]["loss"]
+
+  index = list(arguments).index(argument)
+  np.testing.assert_allclose(
+    jax.grad(metric)(arguments[argument]), jax.grad(loss, index)(*arguments.values()), rtol=1e-6
+  )
 
 
 def test_statistics_that_the_loss_does_not_take_are_refused():

@@ -1,6 +1,8 @@
 """Mistakes of a first program are answered by what was required, what came and what to do."""
 
-from flax import linen as nn, nnx
+import re
+
+from flax import errors, linen as nn, nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -26,6 +28,7 @@ def loss_of_model(model, batch):
 WITH_SCHEDULE = {
   "decay(k)": lambda f: optax_boost.average_params(optax.sgd(0.1), decay=lambda k: 0.5 * f(k)),
   "every(inner_count)": lambda f: optax_boost.accumulate(optax.sgd(0.1), lambda step: f(step) + 1),
+  "sync_every(count)": lambda f: optax_boost.laperm(optax.sgd(0.1), lambda step: f(step) + 1),
 }
 OF_A_PYTHON_NUMBER = {
   "if": lambda step: -1 if step > 3 else 0,
@@ -45,6 +48,34 @@ def test_a_schedule_that_needs_a_python_number_is_told_to_compute_with_jnp(call,
   assert text.startswith(f"`{call}` must compute with `jnp`")
   assert "needs a Python number, as `if`" in text
   assert "`jnp.where(step < 100, 0, 4)`" in text
+
+
+NO_COUNTS = {
+  "2.5": lambda step: 2.5,
+  "zero": lambda step: 0,
+  "a traced float": lambda step: 1.0 + step,
+  "a vector": lambda step: jnp.ones(2, int),
+}
+
+
+@pytest.mark.parametrize("function", NO_COUNTS.values(), ids=NO_COUNTS)
+@pytest.mark.parametrize("call", ["every(inner_count)", "sync_every(count)"])
+def test_a_function_that_returns_no_whole_number_is_refused_like_the_constant(call, function):
+  method = {"every": optax_boost.accumulate, "sync_every": optax_boost.laperm}[call.split("(")[0]]
+  tx = method(optax.sgd(0.1), function)
+  with pytest.raises((TypeError, ValueError), match=rf"^`{re.escape(call)}` must (be|return) a?"):
+    jax.eval_shape(tx.update, PARAMS, tx.init(PARAMS), PARAMS)
+
+
+def test_a_number_below_one_that_is_computed_on_the_device_counts_as_one():
+  params, grads = jnp.array([[0.0], [0.01], [0.02]]), jnp.array([[-1.0], [0.0], [1.0]])
+  for method in (optax_boost.accumulate, optax_boost.laperm):
+    updates = []
+    for every in (1, lambda step: step - 5):
+      tx = method(optax.sgd(0.1), every)
+      updates.append(jax.jit(tx.update)(grads, tx.init(params), params)[0])
+    assert np.any(updates[0])
+    np.testing.assert_array_equal(*updates)
 
 
 def test_the_loss_of_a_linen_model_without_split_loss_is_told_to_split():
@@ -239,3 +270,61 @@ def test_a_function_of_other_arguments_is_refused_before_it_is_called(form):
   assert f"is called as `{form}`; got a function of (), which can't be called so" in str(
     refused.value
   )
+
+
+def linen_step(loss):
+  module = nn.Dense(1)
+  variables = module.init(jax.random.key(0), BATCH["x"])
+  pure, *start = optax_boost.linen.split_loss(
+    lambda model, batch: loss(module, model, batch), module, variables
+  )
+  step = optax_boost.make_train_step(pure, optax.sgd(0.1))
+  step(step.init(*start), BATCH)
+
+
+def nnx_step(loss):
+  module = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
+  step = optax_boost.nnx.make_train_step(lambda model, batch: loss(module, model, batch))
+  step(module, nnx.Optimizer(module, optax.sgd(0.1), wrt=nnx.Param), BATCH)
+
+
+@pytest.mark.parametrize("step", [linen_step, nnx_step])
+@pytest.mark.parametrize(
+  "loss",
+  [
+    lambda module, params, batch: jnp.mean(batch["x"] @ params["kernel"]),
+    lambda module, params, batch: jnp.mean(module.apply({"params": params}, batch["x"])),
+  ],
+  ids=["reads", "applies"],
+)
+def test_a_loss_of_params_in_the_place_of_a_model_is_told_that_it_gets_the_model(step, loss):
+  with pytest.raises((TypeError, AttributeError, errors.FlaxError)) as raised:
+    step(loss)
+  (note,) = [note for note in raised.value.__notes__ if "`loss_fn`" in note]
+  assert "called with the model, " in note
+  assert "holds its params, and is called as `model(x)`" in note
+
+
+def test_params_and_a_model_state_in_one_tuple_are_told_of_has_model_state():
+  start = (PARAMS, {"mean": jnp.zeros([])})
+  step = optax_boost.make_train_step(squares, optax.sgd(0.1))
+  calls = [
+    lambda: step(step.init(start), BATCH),
+    lambda: optax_boost.race(
+      squares, lambda key: start, BATCH, {"a": optax.sgd(0.1)}, steps=1, progress=False
+    ),
+  ]
+  for call in calls:
+    with pytest.raises(TypeError) as raised:
+      call()
+    assert any("model state, pass `has_model_state=True`" in n for n in raised.value.__notes__)
+
+
+def test_a_step_for_a_loss_without_data_is_told_to_pass_none():
+  step = optax_boost.make_train_step(lambda params: jnp.sum(params["w"] ** 2), optax.sgd(0.1))
+  with pytest.raises(
+    TypeError, match=r"needs a batch, too.*`step\(state, None\)`.*loss_fn\(params, "
+  ):
+    step(step.init(PARAMS))
+  step = optax_boost.make_train_step(lambda params, _: jnp.sum(params["w"] ** 2), optax.sgd(0.1))
+  assert step(step.init(PARAMS), None)[1]["loss"] == 3
