@@ -106,8 +106,8 @@ def average_params(
       around everything that changes updates: ``average_params(optax.chain(...), ...)``. A step that
       a wrapper inside or around `average_params` skips is not counted. Around ``optax.lookahead``
       the average is a pair of fast and slow params.
-    start: the number of steps after which snapshots begin. Lowering it takes in older, worse
-      params.
+    start: the number of steps after which snapshots begin: the first is taken after step `start`
+      plus `every`. Lowering it takes in older, worse params.
     decay: the factor d, above 0 and below 1. The first snapshot is the first average. Raising it
       smooths more and lags more; about 1 / (1 - decay) snapshots count. Or a function from the
       snapshot's number (1 for the first) to the share of the old average in the new one; then the

@@ -114,7 +114,8 @@ def dynamic_loss_scale(
     check: ``"gradients"`` skips a step whose gradients are not finite. If `inner` makes a NaN from
       finite gradients, as ``optax.adam(eps=0)`` does, the NaN goes into params and state. Then all
       gradients are NaN, so all steps are skipped and counted. ``"updates"`` also skips a step whose
-      new params or state would not be finite, but computes each step twice.
+      new params or state would not be finite, but computes each step twice. With
+      :func:`accumulate`, such a step loses the whole window.
 
   Returns:
     An :class:`optax.GradientTransformationExtraArgs`. `inner` gets the extra arguments `grad` and
