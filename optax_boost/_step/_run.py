@@ -190,8 +190,8 @@ class _Verdict(NamedTuple):
   """What the step finds of a batch.
 
   Attributes:
-    all_finite: whether its gradient, its weight and its norm are finite.
-    is_spike: whether its gradient's norm is a spike.
+    all_finite: whether its gradient, its weight, its norm and, if judged, its loss are finite.
+    is_spike: whether its gradient's norm or its loss is a spike.
     is_good: whether the batch counts; Python's True if nothing was judged.
     spikes: the new state of :func:`skip_spikes`, or None.
   """
@@ -220,10 +220,13 @@ def _judge(step: _slots.Step, state: _state.StepState, batch: _Batch) -> _Verdic
   if step.axis_name is not None:
     _mesh_axes.require_axis("axis_name", step.axis_name, step.spikes.method)
     squares = jax.lax.pmean(squares, step.axis_name)
+  loss = step.spikes.take_loss(batch.extra_args)
+  if loss is not None and step.axis_name is not None:
+    loss = jax.lax.pmean(loss, step.axis_name)
   depth = batch.frozen.depth if batch.frozen else 0
-  is_spike, norm_is_finite, spikes = step.spikes.judge(state.spikes, squares, depth)
-  is_good = _conditionals.both(is_finite, norm_is_finite & ~is_spike)
-  return _Verdict(is_finite & norm_is_finite, is_spike, is_good, spikes)
+  is_spike, is_measured, spikes = step.spikes.judge(state.spikes, squares, loss, depth)
+  is_good = _conditionals.both(is_finite, is_measured & ~is_spike)
+  return _Verdict(is_finite & is_measured, is_spike, is_good, spikes)
 
 
 def _gradients_are_finite(

@@ -46,18 +46,16 @@ def check_model_state(before: _types.ModelState, after: _types.ModelState, has_a
   required, got = _array_types(before), _array_types(after)
   if required == got:
     return
-  path = next(path for path in [*required, *got] if required.get(path) != got.get(path))
-  name = path or "model_state"
-  if path not in got:
-    difference = f"lacks the leaf '{name}'"
-  elif path not in required:
-    difference = f"has a leaf '{name}' too many"
+  key = next(key for key in [*required, *got] if required.get(key) != got.get(key))
+  surplus = [key for key in got if key not in required]
+  if key in required and key in got:
+    difference = f"has {_describe_type(got[key])} as the leaf '{_name(key)}'"
+    difference += f", which was {_describe_type(required[key])}"
+  elif key in got:
+    difference = f"has a leaf '{_name(key)}' too many"
   else:
-    difference = f"has {_describe_type(got[path])} as the leaf '{name}'"
-    difference += f", which was {_describe_type(required[path])}"
-  surplus = sorted(got.keys() - required.keys())
-  if path not in got and surplus:
-    difference += f" and has '{surplus[0] or 'model_state'}'"
+    difference = f"lacks the leaf '{_name(key)}'"
+    difference += f" and has '{_name(surplus[0])}'" if surplus else ""
   form = "(loss, (model_state, aux))" if has_aux else "(loss, model_state)"
   raise TypeError(
     f"`loss_fn` must return {form} with the arrays of the model state that it gets; the one that it"
@@ -65,10 +63,16 @@ def check_model_state(before: _types.ModelState, after: _types.ModelState, has_a
   )
 
 
-def _array_types(tree: _types.ModelState) -> dict[str, tuple[tuple[int, ...], _types.Dtype]]:
+def _array_types(
+  tree: _types.ModelState,
+) -> dict[_types.KeyPath, tuple[tuple[int, ...], _types.Dtype]]:
   """Returns shape and dtype of each leaf, by path."""
   types = [(jnp.shape(leaf), jnp.result_type(leaf)) for leaf in jax.tree.leaves(tree)]
-  return dict(zip(_paths.leaf_paths(tree), types, strict=True))
+  return dict(zip(_paths.leaf_keys(tree), types, strict=True))
+
+
+def _name(key: _types.KeyPath) -> str:
+  return jax.tree_util.keystr(key, simple=True, separator="/") or "model_state"
 
 
 def _describe_type(array_type: tuple[tuple[int, ...], _types.Dtype]) -> str:

@@ -422,7 +422,11 @@ ROWS = (
     baseline=lambda: optax.sgd(0.1),
     needs_params=False,
     acts=_skips_a_long_gradient,
-    bad_values={"factor": kinds.number(0.5, -1), "decay": kinds.number(-1, 1)},
+    bad_values={
+      "factor": kinds.number(0.5, -1),
+      "loss_factor": kinds.number(0.5, -1),
+      "decay": kinds.number(-1, 1),
+    },
   ),
   Row(
     "switch_after",

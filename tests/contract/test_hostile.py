@@ -16,6 +16,7 @@ import optax
 import pytest
 
 import optax_boost
+from optax_boost._form import _protocol
 from optax_boost._foundation import _masks
 from tests import compilations, meshes, problems
 from tests.contract import registry, test_contract
@@ -32,11 +33,8 @@ HOSTILE = {
   "norm": {"scale": "notfinite_count"},
 }
 
-# These train in scans, where the depth of freezing is traced, and give each method a mean gradient.
-pytestmark = [
-  pytest.mark.filterwarnings("ignore:`freeze_layers` saves no time"),
-  pytest.mark.filterwarnings("ignore:`full_grad_fn` has no effect"),
-]
+# These train in scans, where the depth of freezing is traced.
+pytestmark = pytest.mark.filterwarnings("ignore:`freeze_layers` saves no time")
 
 
 def distance(params: Any, batch: Any) -> jax.Array:
@@ -44,10 +42,11 @@ def distance(params: Any, batch: Any) -> jax.Array:
 
 
 def train_step(tx: optax.GradientTransformation, **options: Any) -> optax_boost.TrainStep:
-  """A step whose mean gradient over all of the data is that of its one batch."""
-  return optax_boost.make_train_step(
-    distance, tx, full_grad_fn=lambda grad_fn, params: grad_fn(params, 0.0), **options
-  )
+  """A step whose mean gradient over all of the data, if asked for, is that of its one batch."""
+  state = jax.eval_shape(tx.init, problems.params())
+  if _protocol.is_requested(state, _protocol.FULL_GRADIENT):
+    options["full_grad_fn"] = lambda grad_fn, params: grad_fn(params, 0.0)
+  return optax_boost.make_train_step(distance, tx, **options)
 
 
 def train(step: optax_boost.TrainStep, params: Any, steps: int = STEPS) -> Any:

@@ -195,9 +195,9 @@ def test_a_batch_of_an_optimizer_that_is_not_called_is_not_left_out():
     assert state.model_state == 5
 
 
-def test_statistics_of_another_dtype_of_equal_paths_and_numbers_are_kept():
+def test_statistics_of_equal_paths_and_numbers_are_kept():
   def loss(params, statistics, batch):
-    mean = 0.5 * statistics["mean"].astype(jnp.float32) + 0.5 * batch.mean()
+    mean = 0.5 * statistics["mean"] + 0.5 * batch.mean().astype(jnp.bfloat16)
     return jnp.sum(params * batch), {
       "mean": mean, "a/b": statistics["a/b"] + 1, "a": {"b": statistics["a"]["b"] + 1}, "kind": 3,
     }  # fmt: skip

@@ -1,4 +1,6 @@
-"""Steps whose gradient norm is far above the norms before it are skipped."""
+"""Steps whose gradient norm or loss is far above those before it are skipped."""
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -166,9 +168,107 @@ def test_each_number_of_frozen_layers_has_a_mean_of_its_own(door, around):
   np.testing.assert_allclose(params["body"], [-10.0 * np.sum(depths == 0)])
 
 
+LOSS_FACTOR = 4.0
+
+
+def loss_spikes(losses):
+  """For each loss, whether its step is skipped, from weighted means over all losses before."""
+  entries, distances, skipped = [], [], []
+  for loss in losses:
+    weights = DECAY ** np.arange(len(entries))[::-1]
+    mean, deviation = (
+      np.sum(weights * past) / max(np.sum(weights), 1) for past in (entries, distances)
+    )
+    is_judged = len(entries) >= START and deviation > 0
+    limit = mean + LOSS_FACTOR * deviation if is_judged else np.inf
+    skipped.append(bool(not np.isfinite(loss) or loss > limit))
+    if np.isfinite(loss):
+      distances.append(abs(min(loss, limit) - mean) if entries else 0)
+      entries.append(min(loss, limit))
+  return skipped
+
+
+NOISE = np.random.default_rng(0).normal(size=60)
+LOSSES = {
+  "single": [3, 2.9, 3.1, 3, 9, 3, 2.9, 9, 3],
+  "negative": [-3, -2.9, -3.1, -3, 3, -3, -2.9, 3, -3],
+  "not finite": [3, np.nan, 2.9, np.inf, 3.1, -np.inf, 3, 9],
+  "constant at first": [1, 1, 1, 1, 2, 1, 1.5, 9, 1],
+  "a fall and a slow rise": [*np.linspace(8, 1, 30), *np.linspace(1, 8, 90)],
+  "a lasting rise": [3, 2.9, 3.1, *[9] * 25],
+  "noise": 3 + 0.1 * NOISE,
+}
+
+
+@pytest.mark.parametrize("factor", [None, FACTOR])
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_far_above_the_losses_before_it_is_left_out(name, factor):
+  options = {"decay": DECAY, "loss_factor": LOSS_FACTOR, "start": START}
+  tx = optax_boost.skip_spikes(optax.sgd(1.0), factor, **options)
+
+  def step(state, loss):
+    updates, state = tx.update(jnp.ones(1), state, jnp.zeros(1), value=loss)
+    return state, (updates[0] == 0, state.spike_count)
+
+  losses = np.asarray(LOSSES[name], np.float32)
+  state, (skipped, counts) = jax.jit(functools.partial(jax.lax.scan, step))(
+    tx.init(jnp.zeros(1)), losses
+  )
+  expected = loss_spikes(losses.astype(float))
+  np.testing.assert_array_equal(skipped, expected)
+  assert counts[-1] == sum(expected) - np.sum(~np.isfinite(losses))
+  assert state.notfinite_count == np.sum(~np.isfinite(losses))
+
+
+def test_a_slow_rise_of_the_loss_is_no_spike_and_after_a_jump_steps_are_made_again():
+  assert not any(loss_spikes(LOSSES["a fall and a slow rise"]))
+  jump = loss_spikes(LOSSES["a lasting rise"])
+  assert jump[3]
+  assert not any(jump[-5:])
+
+
+@pytest.mark.parametrize("make", [lambda tx: tx, lambda tx: optax_boost.accumulate(tx, 1)])
+def test_the_train_step_judges_its_loss_and_a_thaw_does_not_change_the_losses_before(make):
+  freezing = optax_boost.freeze_layers(
+    optax.sgd(0.0), ["body", "head"], optax_boost.fixed_freezing(2, 1, steps=6)
+  )
+  tx = make(optax_boost.skip_spikes(freezing, None, loss_factor=5.0, start=5))
+  loss = lambda p, x: x + 0 * (p["body"] + p["head"])  # noqa: E731
+  step = optax_boost.make_train_step(loss, tx)
+  state = step.init({"body": jnp.zeros([]), "head": jnp.zeros([])})
+  counts = []
+  for x in (3.0, 2.9, 3.1, 3.0, 2.9, 3.1, 3.0, 9.0, 3.0):
+    state, metrics = step(state, jnp.float32(x))
+    counts.append(int(metrics["skip_spikes/spike_count"]))
+  assert counts == [0] * 7 + [1, 1]
+
+
+def test_a_loop_of_ones_own_is_asked_for_the_loss_and_devices_judge_its_mean():
+  tx = optax_boost.skip_spikes(optax.sgd(1.0), None, loss_factor=3.0, start=2, axis_name="x")
+  params = jnp.zeros(2)
+  state = tx.init(params)
+  for value, words in ((None, r"needs the extra argument `value` \(the loss"), (params, "scalar")):
+    with pytest.raises(ValueError, match=words):
+      jax.vmap(lambda g, v: tx.update(g, state, params, value=v), (0, None), axis_name="x")(
+        jnp.ones((2, 2)), value
+      )
+  step = jax.vmap(
+    lambda g, state, loss: tx.update(g, state, params, value=loss),
+    (0, None, 0),
+    (0, None),
+    axis_name="x",
+  )
+  for losses in ((3.0, 3.0), (2.0, 4.2), (3.0, 3.0), (3.0, 30.0)):  # the last one on one device
+    updates, state = step(jnp.ones((2, 2)), state, jnp.array(losses))
+  assert not np.any(updates)
+  assert state.spike_count == 1
+
+
 @pytest.mark.parametrize(
   ("kwargs", "words"),
   [
+    ({"loss_factor": 1.0}, r"`loss_factor` must be finite and > 1; got 1\.0"),
+    ({"factor": None}, "`skip_spikes` needs `factor` or `loss_factor`; got None for both"),
     ({"factor": 1.0}, r"`factor` must be finite and > 1; got 1\.0"),
     ({"decay": 1.0}, "`decay` must be"),
     ({"start": 0}, "`start` must be"),

@@ -1,6 +1,7 @@
 """Runs a composition through a door and compares it with the interpreter after each micro-step."""
 
 import dataclasses
+import operator
 import warnings
 
 import jax
@@ -42,10 +43,24 @@ def states_of(node):
   return found
 
 
+@jax.custom_vjp
+def zero(params, gradients):
+  """Zero, with the given gradient, also if it is not finite."""
+  return jnp.zeros([])
+
+
+zero.defvjp(
+  lambda params, gradients: (jnp.zeros([]), gradients),
+  lambda gradients, loss: (
+    jax.tree.map(lambda g: (loss * g).astype(g.dtype), gradients),
+    jax.tree.map(jnp.zeros_like, gradients),
+  ),
+)
+
+
 def loss_fn(params, batch):
-  """Its gradient is the batch."""
-  products = jax.tree.map(lambda p, g: jnp.sum(p * g), params, batch["gradients"])
-  return sum(jax.tree.leaves(products))
+  """The loss of the batch, whose gradient is the batch's."""
+  return batch["loss"] + zero(params, batch["gradients"])
 
 
 def slots(order):
@@ -77,7 +92,7 @@ class Program:
     if "dynamic_loss_scale" in slots(self.order):
       scale = optax.tree.get(state, "loss_scale")
       grads = jax.tree.map(lambda g: (g * scale).astype(g.dtype), grads)
-    extra = {"weight": batch["weight"]} if self.weighted else {}
+    extra = {"value": batch["loss"]} | ({"weight": batch["weight"]} if self.weighted else {})
     if self.door != "update":
       return optax_boost.apply_gradients(self.tx, grads, state, params, **extra)
     tx = optax.with_extra_args_support(self.tx)
@@ -90,8 +105,9 @@ class Program:
       {
         "gradients": {name: jnp.asarray(g, self.dtype) for name, g in grads.items()},
         "weight": jnp.float32(weight),
+        "loss": jnp.float32(loss),
       }
-      for grads, weight in zip(gradients, weights, strict=True)
+      for grads, weight, loss in zip(gradients, weights, programs.LOSSES, strict=False)
     ]
     if self.door == "train_step":
       for batch in batches:
@@ -127,13 +143,15 @@ class Interpreter:
       params = {f"{side}/{name}": p for side in ("fast", "slow") for name, p in params.items()}
     self.params, self.state = params, self.tx.init(params)
 
-  def step(self, grads, weight, observed):
+  def step(self, grads, weight, loss, observed):
     self.run.observed = observed
     for node in self.state.nodes():
       scale = node.fields.get("scaling.loss_scale", 1)
       grads = {name: g * scale for name, g in grads.items()}
     with np.errstate(all="ignore"):
-      updates, state, _ = self.tx.update(grads, self.state, self.params, {"weight": weight})
+      updates, state, _ = self.tx.update(
+        grads, self.state, self.params, {"weight": weight, "value": loss}
+      )
       self.params = self.run.land(self.params, updates, self.state, state)
       self.state = state
     return self.params, self.state
@@ -215,7 +233,7 @@ class Comparison:
         if field.startswith("_"):
           continue
         slot, _, name = field.rpartition(".")
-        holder = getattr(node, slot or "_self", node)
+        holder = operator.attrgetter(slot)(node) if slot else node
         holder = node.hyperparams if field == "learning_rate" else holder._asdict()
         self.check(moment, f"{wanted.name}.{field}", holder[name], value, (i,))
     if any("averaging.average" in node.fields for node in states):
@@ -240,6 +258,6 @@ def differences(order, base, door, dtype="float32"):
     weights = programs.WEIGHTS if exact else (1,) * programs.MICRO_STEPS
     found = program.run(gradients, weights)
     for t, (grads, weight, after) in enumerate(zip(gradients, weights, found, strict=True)):
-      expected = oracle.step(grads, weight, flat(after[0]))
+      expected = oracle.step(grads, weight, programs.LOSSES[t], flat(after[0]))
       comparison.compare(f"micro-step {t}", after, expected)
   return comparison.differences

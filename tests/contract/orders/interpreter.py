@@ -18,8 +18,10 @@ the cards leave open is decided here so:
   changes neither params nor masters nor averages nor counts of steps made.
 - A micro-batch that is left out, since it is not finite or a spike, is as if it had never come: it
   does not count in its window. Only counters, the loss scale and the norms know of it.
-- A spike is judged by the norm of the micro-batch's unscaled gradient. A spike is a step without an
-  overflow for the loss scale; a gradient that is not finite does not enter the mean of the norms.
+- A spike is judged by the norm of the micro-batch's unscaled gradient, or by its loss. A spike is a
+  step without an overflow for the loss scale; a gradient that is not finite does not enter the mean
+  of the norms. The mean of the losses does not care which layers are frozen.
+- An optimizer in a window gets the mean of its losses, by their weights.
 - The gradients of frozen groups are zeros, whatever comes: a NaN there leaves no batch out. Each
   number of frozen groups has a mean of the norms.
 - `inner_count` counts the windows that were given to the optimizer, also if the optimizer's step
@@ -472,7 +474,8 @@ class Step:
       fields["left_out.notfinite_count"] = 0
     if "accumulate" in self.slots:
       fields |= {"accumulation.count": 0, "accumulation.inner_count": 0}
-      fields |= {"accumulation.weight_sum": 0.0, "accumulation.accumulator": zeros_like(kept)}
+      fields |= {"accumulation.weight_sum": 0.0, "accumulation.value_sum": 0.0}
+      fields["accumulation.accumulator"] = zeros_like(kept)
     if "dynamic_loss_scale" in self.slots:
       fields["scaling.loss_scale"] = self.slots["dynamic_loss_scale"]["initial_scale"]
       fields |= {"scaling.growth_count": 0, "scaling.hysteresis_count": 0}
@@ -486,6 +489,9 @@ class Step:
       norms = ("norm_sums", "norm_weights", "norm_counts")
       fields |= {f"spikes.{name}": np.zeros(means) for name in norms}
       fields |= {"spikes.gradient_norm": 0.0, "spikes.spike_count": 0}
+      if "loss_factor" in self.slots["skip_spikes"]:
+        names = ("spikes.losses.mean", "spikes.losses.deviation", "spikes.losses.count")
+        fields |= dict.fromkeys((*names, "_loss_sum", "_distance_sum", "_loss_weight"), 0.0)
     if "freeze_layers" in self.slots:
       fields["_trained"] = {path: np.zeros(()) for path in kept}
     return State("StepState", fields, [self.inner.init(kept)])
@@ -494,16 +500,21 @@ class Step:
     weight = extra.get("weight", 1.0)
     if "accumulate" in self.slots:
       # Windows in a part of the params are of windows, each with the sum of its weights.
-      extra = extra | {"weight": state["accumulation.weight_sum"] + weight}
+      weights = state["accumulation.weight_sum"] + weight
+      extra = extra | {"weight": weights}
     unscaled = {
       path: np.zeros_like(g)
       if self.frozen(path, state)
       else g / state.fields.get("scaling.loss_scale", 1)
       for path, g in self.kept(grads).items()
     }
-    finite, good, fields = self.judge(unscaled, state)
+    finite, good, fields = self.judge(unscaled, state, extra)
     mean, due, window = self.add(unscaled, weight, good, state)
     fields |= window
+    if "accumulate" in self.slots and "value" in extra:
+      values = state["accumulation.value_sum"] + (weight * extra["value"] if good else 0)
+      fields["accumulation.value_sum"] = 0.0 if due else values
+      extra = extra | {"value": values / weights}
     masters = self.masters(params, state)
     moved, inner, made, passes = zeros_like(masters), state.inner[0], False, True
     if due:
@@ -530,7 +541,7 @@ class Step:
       }
     return updates, state.after([inner], **fields), made
 
-  def judge(self, grads, state):
+  def judge(self, grads, state, extra):
     """Whether a micro-batch is finite, whether it counts, and the new norms."""
     finite = all_finite(grads) or not self.checks_gradients
     if "skip_spikes" not in self.slots:
@@ -543,13 +554,38 @@ class Step:
     spike = bool(np.isfinite(norm) and count >= slot["start"] and norm > limit)
     finite = finite and bool(np.isfinite(norm))
     fields = {"spikes.gradient_norm": norm}
-    fields["spikes.spike_count"] = state["spikes.spike_count"] + spike
     if np.isfinite(norm) and norm > 0:
       new = slot["decay"] * total + min(norm, limit), slot["decay"] * weight + 1, count + 1
       for name, value in zip(names, new, strict=True):
         fields[name] = state[name].copy()
         fields[name][self.depth(state)] = value
+    if "loss_factor" in slot:
+      loss = extra["value"]
+      finite = finite and bool(np.isfinite(loss))
+      is_loss_spike, losses = self.judge_loss(loss, state)
+      spike = finite and (spike or is_loss_spike)
+      fields |= losses
+    fields["spikes.spike_count"] = state["spikes.spike_count"] + spike
     return finite, finite and not spike, fields
+
+  def judge_loss(self, loss, state):
+    """Whether a loss is far above those before it, and the new means."""
+    slot, count = self.slots["skip_spikes"], state["spikes.losses.count"]
+    mean, deviation = state["spikes.losses.mean"], state["spikes.losses.deviation"]
+    limit = np.inf
+    if count >= slot["start"] and deviation > 0:
+      limit = mean + slot["loss_factor"] * deviation
+    if not np.isfinite(loss):
+      return False, {}
+    entry = min(loss, limit)
+    distance = abs(entry - mean) if count else 0
+    total = slot["decay"] * state["_loss_sum"] + entry
+    distances = slot["decay"] * state["_distance_sum"] + distance
+    weight = slot["decay"] * state["_loss_weight"] + 1
+    means = {"mean": total / weight, "deviation": distances / weight, "count": count + 1}
+    fields = {f"spikes.losses.{name}": value for name, value in means.items()}
+    fields |= {"_loss_sum": total, "_distance_sum": distances, "_loss_weight": weight}
+    return loss > limit, fields
 
   def add(self, grads, weight, good, state):
     """The gradient of the optimizer's step, whether the step is due, and the new window."""

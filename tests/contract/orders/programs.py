@@ -63,6 +63,8 @@ def gradients(steps=MICRO_STEPS, bad=True):
   return grads
 
 
+# The fifth is a spike, and the last but one is far above the others.
+LOSSES = (2.0, 1.5, 1.75, 1.0, 8.0, 1.25, 1.5, 1.0, 1.25, 1.0, 3.0, 1.0)
 WEIGHTS = (1, 3, 2, 5, 4, 1, 2, 2, 7, 1, 3, 6)
 
 
@@ -222,6 +224,7 @@ WAYS = {
   "average_params_every": way("average_params", decay=0.5, every=3),
   "skip_spikes": way("skip_spikes", factor=3.0, decay=0.5, start=2),
   "skip_spikes_early": way("skip_spikes", factor=1.2, decay=0.75, start=1),
+  "skip_spikes_loss": way("skip_spikes", factor=3.0, decay=0.5, loss_factor=4.0, start=2),
   "layerwise_decay": Way(
     "layerwise_decay",
     {"decay": 0.5},
