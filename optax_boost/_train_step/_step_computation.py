@@ -160,9 +160,10 @@ class StepComputation:
       value_groups = _frozen_statistics.groups_of_values(
         state.model_state, replaced, state.params, freezing.groups, traced.value_axes
       )
-    # With frozen layers, the loss may depend on these only.
+    # A loss whose frozen layers have no gradient may depend on these only.
+    skips = freezing is not None and freezing.is_static and int(freezing.depth) > 0
     structure: _types.TreeDef = jax.tree.structure(state.params)
-    must_depend = not depth and structure not in self.losses_checked
+    must_depend = not skips and structure not in self.losses_checked
     objective = _objective.Objective(
       loss, traced, values, value_groups, loss_scale, freezing, must_depend
     )
