@@ -105,11 +105,11 @@ def groups_of_values(
 def _groups_of_modules(
   params: optax.Params, groups: Sequence[_layer_groups.GroupNumber]
 ) -> dict[str, list[np.ndarray]]:
-  """Returns for each module the groups of the params in it: a number, or one for each layer."""
+  """Returns for each module but the root the groups of its params: numbers, or one per layer."""
   modules: dict[str, list[np.ndarray]] = {}
   for module, group in zip(_module_paths(params), groups, strict=True):
     names = module.split("/") if module else []
-    for end in range(len(names) + 1):
+    for end in range(1, len(names) + 1):
       modules.setdefault("/".join(names[:end]), []).append(np.ravel(group))
   return modules
 

@@ -203,7 +203,8 @@ def main() -> None:
   with tempfile.TemporaryDirectory() as folder:
     check_files(pathlib.Path(folder))
   for row in registry.ROWS:
-    if not names or str(row) in names:
+    # What the tests put around a step of the root hides it from the train step.
+    if (not names or str(row) in names) and not (row.is_root and row.extra):
       faulthandler.dump_traceback_later(LIMIT, exit=True)
       print(row, flush=True)
       check_row(row)

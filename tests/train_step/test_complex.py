@@ -100,7 +100,7 @@ def test_steps_on_real_and_complex_leaves_equal_numpys(name):
 @pytest.mark.parametrize("depth", ["known", "traced"])
 def test_complex_leaves_train_beside_frozen_layers(depth):
   tx = optax_boost.freeze_layers(
-    optax.sgd(0.01), ("real", "complex"), optax_boost.fixed_freezing(2, 1)
+    optax.sgd(0.01), ("real", "complex"), optax_boost.fixed_freezing(2, 1, steps=9)
   )
   step = optax_boost.make_train_step(loss_fn, tx)
   state = step.init(START)
