@@ -78,12 +78,18 @@ def have_own_memory(values: Sequence[_types.Unchecked]) -> list[bool]:
   ``jax.device_put`` returns an array in the memory of its argument if the argument is there
   already. A key shares the memory of the array from which it was made.
   """
-  parts = {id(x): [shard.data for shard in x.addressable_shards] for x in jax.live_arrays()}
-  # JAX keeps the part of an array on each device as a further array.
-  kept = {id(part) for x, own in parts.items() for part in own if id(part) != x}
-  pointers = {x: [part.unsafe_buffer_pointer() for part in own] for x, own in parts.items()}
+  pointers: dict[int, list[int]] = {}
+  kept: set[int] = set()  # JAX keeps the part of an array on each device as a further array
+  for x in jax.live_arrays():
+    try:
+      parts = [shard.data for shard in x.addressable_shards]
+      pointers[id(x)] = [part.unsafe_buffer_pointer() for part in parts]
+    except RuntimeError:  # another thread has donated the array since
+      continue
+    kept.update(id(part) for part in parts if part is not x)
   users = collections.Counter(p for x, own in pointers.items() if x not in kept for p in own)
-  return [all(users[p] == 1 for p in pointers.get(id(x), [None])) for x in values]
+  own_pointers = [pointers.get(id(x), []) for x in values]
+  return [bool(own) and all(users[p] == 1 for p in own) for own in own_pointers]
 
 
 def in_device_memory(x: jax.Array) -> jax.Array:

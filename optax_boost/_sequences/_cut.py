@@ -50,7 +50,7 @@ def cut_sequences(
     TypeError: `length` is traced, or a leaf is an array of another library.
     ValueError: `length` doesn't divide L; `axes` doesn't name a leaf that is not cut by default, or
       a leaf each of whose rows sums to 1, as probabilities of L classes do (if several processes
-      train together, only ``jax.Array``s that lie on all of them are read); leaves have unequal
+      train together, only arrays that lie on all of them are read); leaves have unequal
       numbers of sequences; `axes` has a pattern that matches no leaf, or an axis of another length.
 
   Examples:

@@ -404,7 +404,6 @@ ROWS = (
         "test_params_named_like_state_fields_train_as_any_others",
         "test_wrappers_train_around_every_kind_of_optimizer",
         "test_a_state_may_be_kept_in_host_memory",
-        "test_the_train_step_goes_downhill_on_complex_params_or_refuses_them_by_name",
       ),
       "its extra argument comes from a wrapper of the tests, so it is not the root of the step",
     ),

@@ -110,7 +110,10 @@ KINDS: dict[str | tuple[str, str], Kind] = {
   **dict.fromkeys(("has_aux", "has_model_state", "donate", "hold_frozen_statistics"), kinds.FLAG),
   **dict.fromkeys(("nesterov", "anneal", "include_partition_remainder"), kinds.FLAG),
   **dict.fromkeys(("fn_flag", "bias", "use_bias", "vmap_seeds", "progress"), kinds.FLAG),
-  **dict.fromkeys(("loss_fn", "grad_fn", "init_fn", "full_grad_fn", "weight_fn"), kinds.FUNCTION),
+  **dict.fromkeys(
+    ("loss_fn", "grad_fn", "init_fn", "full_grad_fn", "weight_fn", "opt_state_sharding"),
+    kinds.FUNCTION,
+  ),
   **dict.fromkeys(
     ("forward_fn", "predicate", "on_plan", "evaluate", "weight", "clock"), kinds.FUNCTION
   ),
@@ -243,6 +246,8 @@ def _calls() -> Iterator[tuple[str, Call]]:
     yield name, Call(getattr(optax_boost, name), arguments)
   yield "layer_axes", Call(optax_boost.layer_axes, {"loss_fn": loss_fn, "params": dense}, (X,))
   yield "nnx.make_train_step", Call(optax_boost.nnx.make_train_step, {"loss_fn": loss_fn})
+  placed = {"model": MODEL, "tx": SGD, "opt_state_sharding": lambda x: MODEL.kernel[...].sharding}
+  yield "nnx.make_optimizer", Call(optax_boost.nnx.make_optimizer, placed)
   for form in ("nnx", "linen"):
     module, linen = getattr(optax_boost, form), form == "linen"
     model = {"module": nn.Dense(2)} if linen else {"model": MODEL}
