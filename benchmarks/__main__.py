@@ -22,6 +22,7 @@ NAMES = (
   "sgperm",
   "stacked_layers",
   "sgperm_transformer",
+  "spikes",
   "svrg",
   "train_step",
 )
