@@ -9,7 +9,8 @@ The modules, each of which imports those before it; wrappers don't import each o
   _state            ``StepState``: the state of all slots
   _slots            ``Step``: an optimizer and its slots
   _kept_leaves      keeps leaves that no step trains from the optimizer
-  _nesting          refuses a step below a transformation that makes it wrong
+  _nesting          refuses a step below the root that must be the root
+  _addition         adds gradients to a window inside of the backward pass
   _run              makes the state, and makes a step: a list of paragraphs
   _wrapper          fills a slot, and makes the transformation of a step
   _apply_gradients  ``apply_gradients``: a step in place
@@ -18,5 +19,5 @@ The modules, each of which imports those before it; wrappers don't import each o
   _freezing         ``freeze_layers`` and its schedules
   _layerwise_decay  ``layerwise_decay``: a learning rate factor for each group of layers
   _precision        ``dynamic_loss_scale``, ``master_weights``, ``stochastic_rounding``
-  _skip_spikes      ``skip_spikes``: leaves out a batch whose gradient norm is far above the usual
+  _skip_spikes      ``skip_spikes``: leaves out a batch whose gradient norm or loss is a spike
 """

@@ -42,7 +42,7 @@ def accumulate(
   inner: optax.GradientTransformation,
   every: _Every,
   *,
-  not_finite: Literal["drop", "keep"] | None = "drop",
+  not_finite: Literal["drop", "keep", "restart"] | None = "drop",
   axis_name: _types.AxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
   r"""Averages the gradients of `every` micro-steps before one step of `inner`.
@@ -66,7 +66,9 @@ def accumulate(
       ``"keep"`` adds the micro-batch, so the mean is not finite, and `inner`, such as
       ``optax.apply_if_finite``, can skip the step. None: as ``"keep"``. Gradients are then not
       checked, which saves a pass. With a loss scale, masters or rounding, a micro-batch that is not
-      finite is left out in any case.
+      finite is left out in any case. ``"restart"`` begins the window again, and
+      :func:`make_train_step` then adds gradients inside of the backward pass, layer by layer, so
+      that the gradients of a scan over layers never exist at once.
     axis_name: as for :func:`dynamic_loss_scale`; all devices drop the same micro-batches. The
       weights may differ between devices: if `inner` averages its gradients over the devices
       (``jax.lax.pmean``), the result is the mean over all examples.
@@ -103,7 +105,7 @@ def accumulate(
   """
   if not callable(every):
     _checks.check_whole_number("every", every)
-  _checks.check_name("not_finite", not_finite, ("drop", "keep"), optional=True)
+  _checks.check_name("not_finite", not_finite, ("drop", "keep", "restart"), optional=True)
   return _wrapper.fill(inner, axis_name, accumulation=Accumulate(every, not_finite))
 
 
@@ -118,7 +120,7 @@ class Accumulate:
   def init(self, params: optax.Params, inner_state: optax.OptState) -> AccumulateState:
     """Returns an empty window; raises ValueError for an optimizer that calls `grad_fn`."""
     calls_grad_fn = _protocol.is_requested(inner_state, _protocol.FULL_GRADIENT)
-    if calls_grad_fn and not self._is_off:
+    if calls_grad_fn and not self.is_off:
       raise ValueError(
         "`accumulate` can't hold a method that takes gradients at other params, as `svrg` does:"
         " these would be of the window's last micro-batch alone. Use larger batches, or"
@@ -133,7 +135,12 @@ class Accumulate:
     )
 
   @property
-  def _is_off(self) -> bool:
+  def restarts(self) -> bool:
+    """Returns whether a micro-batch that is left out empties its window."""
+    return self.not_finite == "restart"
+
+  @property
+  def is_off(self) -> bool:
     """Returns whether each window certainly is one micro-batch."""
     return _checks.concrete_number(self.every) == 1
 
@@ -151,14 +158,14 @@ class Accumulate:
     return jnp.isfinite(state.weight_sum + weight) & (weight >= 0)
 
   def addend(
-    self, weight: _types.FloatScalar, state: AccumulateState, grads: optax.Updates
+    self, weight: _types.FloatScalar, accumulator: optax.Updates, grads: optax.Updates
   ) -> optax.Updates:
     """Returns what a micro-batch adds to the window's sum: its gradient times its weight."""
 
     def weighted(total: jax.Array, g: jax.Array) -> jax.Array:
       return (weight * g.astype(total.dtype)).astype(total.dtype)
 
-    return jax.tree.map(weighted, state.accumulator, grads)
+    return jax.tree.map(weighted, accumulator, grads)
 
   def add(
     self,
@@ -168,15 +175,22 @@ class Accumulate:
     value: jax.Array | None,
     is_good: _types.BoolScalar,
     axis_name: _types.AxisName | None,
+    added: optax.Updates | None = None,
   ) -> _state.Window:
-    """Adds a micro-batch to its window, if it is good; a bad one is as if it had never come."""
+    """Adds a micro-batch to its window, if it is good; a bad one is as if it had never come.
+
+    If windows restart, a bad one ends its window, so that :meth:`close` empties the accumulator.
+    `added` is the sum with the micro-batch, if the backward pass has added it.
+    """
 
     def add_if(total: jax.Array, x: jax.Array) -> jax.Array:
-      return jnp.where(is_good, total + x, total)
+      return jnp.where(is_good, total + x, jnp.zeros_like(total) if self.restarts else total)
 
     weight_sum = add_if(state.weight_sum, weight)
     value_sum = None if value is None else add_if(state.value_sum, weight * value)
-    reached = jnp.where(is_good, state.count + 1, state.count)
+    reached = add_if(state.count, jnp.ones([], jnp.int32))
+    if added is None:
+      added = jax.tree.map(add_if, state.accumulator, addend)
     is_full = is_good & (reached >= _window_length(self.every, state.inner_count))
     divisor = weight_sum if axis_name is None else jax.lax.pmean(weight_sum, axis_name)
     is_due = is_full & (divisor > 0)
@@ -185,9 +199,10 @@ class Accumulate:
       inner_count=_arrays.increment_if(is_due, state.inner_count),
       weight_sum=jnp.where(is_full, 0.0, weight_sum),
       value_sum=state.value_sum if value_sum is None else jnp.where(is_full, 0.0, value_sum),
-      accumulator=jax.tree.map(add_if, state.accumulator, addend),
+      accumulator=added,
     )
-    return _state.Window(is_due, is_full, weight_sum, divisor, value_sum, new_state)
+    ends = is_full | ~jnp.asarray(is_good) if self.restarts else is_full
+    return _state.Window(is_due, ends, weight_sum, divisor, value_sum, new_state)
 
   def mean(
     self,
@@ -207,7 +222,7 @@ class Accumulate:
 
     like = grads if params is None else params
     means = jax.tree.map(mean, window.state.accumulator, grads, like)
-    if self._is_off:
+    if self.is_off:
       return means, extra_args | ({"grad": means} if "grad" in extra_args else {})
     # optax's line searches refuse a `value_fn` whose signature lacks an extra argument.
     refused = _extra_args.accept_extra_args(_refused)

@@ -6,7 +6,7 @@ import optax
 
 from optax_boost._form import _form, _protocol, _state_check
 from optax_boost._foundation import _arrays, _checks, _extra_args, _tree_checks, _types
-from optax_boost._step import _nesting, _run
+from optax_boost._step import _addition, _nesting, _run
 
 
 def apply_gradients(
@@ -73,14 +73,15 @@ def step_in_place(
   opt_state: optax.OptState,
   params: optax.Params,
   extra_args: _types.ExtraArgs,
+  added: _addition.Added | None = None,
 ) -> tuple[optax.Params, optax.OptState]:
   """Makes the step of :func:`apply_gradients`, without its checks and conversions of arguments.
 
-  Returns the new params and the new state.
+  Returns the new params and the new state. `added` is as for :func:`_run.run`.
   """
   form = _form.form_of(tx.update)
   if form is not None and form.step is not None:
     tx.update.check(grads, opt_state, params)  # type: ignore[attr-defined]
-    return _run.run(form.step, grads, opt_state, params, extra_args, in_place=True)
+    return _run.run(form.step, grads, opt_state, params, extra_args, in_place=True, added=added)
   updates, opt_state = tx.update(grads, opt_state, params, **extra_args)
   return _protocol.apply_updates(params, updates, opt_state), opt_state

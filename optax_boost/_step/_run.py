@@ -27,7 +27,7 @@ from optax_boost._foundation import (
   _mesh_axes,
   _types,
 )
-from optax_boost._step import _kept_leaves, _nesting, _slots, _state
+from optax_boost._step import _addition, _kept_leaves, _nesting, _slots, _state
 
 
 class _Weights(NamedTuple):
@@ -81,9 +81,14 @@ def run(
   extra_args: _types.ExtraArgs,
   *,
   in_place: bool,
+  added: _addition.Added | None = None,
 ) -> tuple[Any, _state.StepState]:
-  """Makes a step; returns the new params if `in_place`, else the updates; and the new state."""
-  batch = _take(step, state, grads, params, extra_args)
+  """Makes a step; returns the new params if `in_place`, else the updates; and the new state.
+
+  If the backward pass has `added` the gradient to its window, nothing of `grads` but the shapes and
+  dtypes is read.
+  """
+  batch = _take(step, state, grads, params, extra_args, added)
   verdict = _judge(step, state, batch)
   window = _add(step, state, batch, verdict.is_good)
   passes = _check_result(step, state, batch, window, in_place)
@@ -130,6 +135,7 @@ class _Batch(NamedTuple):
     weight: the weight of the micro-batch in its window.
     statistics: the mutable statistics after the forward pass, if they are averaged, by path.
     addend: a tree that the micro-batch adds to its window, or None.
+    added: what the backward pass has added to the window, or None.
   """
 
   all_grads: optax.Updates
@@ -141,6 +147,7 @@ class _Batch(NamedTuple):
   weight: _types.FloatScalar
   statistics: dict[str, jax.Array]
   addend: optax.Updates | None = None
+  added: _addition.Added | None = None
 
 
 def _take(
@@ -149,6 +156,7 @@ def _take(
   grads: optax.Updates,
   params: optax.Params | None,
   extra_args: _types.ExtraArgs,
+  added: _addition.Added | None,
 ) -> _Batch:
   """Takes the step's own extra arguments, and leaves out the leaves that no step trains."""
   extra_args = dict(extra_args)
@@ -166,11 +174,12 @@ def _take(
     # The verdict and the window are of the layers that this step trains.
     used = frozen.zero(used)
   extra_args = kept.take_arguments(extra_args, params)
-  batch = _Batch(grads, params, kept, used, extra_args, frozen, weight, statistics)
-  if not step.accumulation:
+  batch = _Batch(grads, params, kept, used, extra_args, frozen, weight, statistics, added=added)
+  if not step.accumulation or added:
     return batch
   unscaled, _ = _unscaled(step, state, batch)
-  return batch._replace(addend=step.accumulation.addend(weight, state.accumulation, unscaled))
+  accumulator = state.accumulation.accumulator
+  return batch._replace(addend=step.accumulation.addend(weight, accumulator, unscaled))
 
 
 def _unscaled(
@@ -214,8 +223,9 @@ def _judge(step: _slots.Step, state: _state.StepState, batch: _Batch) -> _Verdic
     is_finite = _mesh_axes.on_all_devices(is_finite, step.axis_name, step.method)
   if not step.spikes:
     return _Verdict(jnp.asarray(is_finite), jnp.asarray(False), is_finite)
-  squares = jnp.asarray(_arrays.sum_squares_of_tree(batch.grads), jnp.float32)
-  if step.scaling:
+  squares = batch.added.squares if batch.added else _arrays.sum_squares_of_tree(batch.grads)
+  squares = jnp.asarray(squares, jnp.float32)
+  if step.scaling and not batch.added:
     squares = squares / state.scaling.loss_scale / state.scaling.loss_scale
   if step.axis_name is not None:
     _mesh_axes.require_axis("axis_name", step.axis_name, step.spikes.method)
@@ -233,6 +243,8 @@ def _gradients_are_finite(
   step: _slots.Step, state: _state.StepState, batch: _Batch
 ) -> _types.BoolScalar:
   """Returns whether the unscaled gradients, or the sum in the window, are finite on this device."""
+  if batch.added:
+    return _finiteness.all_finite(batch.added.accumulator) & ~jnp.asarray(batch.added.overflows)
   if step.accumulation:
     return _finiteness.sum_is_finite(state.accumulation.accumulator, batch.addend)
   if not step.scaling:
@@ -248,9 +260,9 @@ def _add(
   if not step.accumulation:
     return _state.Window(is_good)
   value = batch.extra_args.get("value")
-  return step.accumulation.add(
-    state.accumulation, batch.weight, batch.addend, value, is_good, step.axis_name
-  )
+  added = batch.added and batch.added.accumulator
+  addends = batch.weight, batch.addend, value
+  return step.accumulation.add(state.accumulation, *addends, is_good, step.axis_name, added)
 
 
 def _arguments(

@@ -60,7 +60,7 @@ class Step:
   def checks_gradients(self) -> bool:
     """Returns whether a batch is left out if its gradient is not finite."""
     rounds = self.precision and not self.precision.checks_updates
-    drops = self.accumulation and self.accumulation.not_finite == "drop"
+    drops = self.accumulation and self.accumulation.not_finite in ("drop", "restart")
     return bool(self.scaling or rounds or drops)
 
   @property

@@ -106,4 +106,5 @@ The modules, each of which imports those before it:
   _layer_groups   ``layer_groups``: makes groups of layers from their names
   _position_tables  finds the tables of learned positions
   _frozen_scans   evaluates a loss with frozen layers in its scans
+  _summing_scans  evaluates a loss whose backward pass adds gradients to sums, layer by layer
 """

@@ -7,10 +7,11 @@ trained param enters the scan: neither in a slice, nor as a constant, nor throug
 equation that can't be computed part by part gets the concatenated leaf.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import dataclasses
+import functools
 import itertools
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 from jax.extend import core as jax_core
@@ -38,26 +39,36 @@ class _SplitArray:
 _Splittable: TypeAlias = jax.Array | _SplitArray
 
 
-def split_frozen(stopped: jax.Array, leaf: jax.Array, frozen: bool | np.ndarray) -> _Splittable:
+def split_frozen(
+  leaf: jax.Array,
+  frozen: bool | np.ndarray,
+  train: Callable[[jax.Array, tuple[int, ...], int], jax.Array] = lambda part, axes, start: part,
+) -> _Splittable:
   """Returns a leaf for :func:`evaluate`, split if only some of its layers are frozen.
 
-  `stopped` is ``stop_gradient`` of the leaf. `frozen` is a bool for the leaf, or an array of a bool
-  for each layer that broadcasts against the leaf.
+  `frozen` is a bool for the leaf, or an array of a bool for each layer that broadcasts against the
+  leaf. Frozen parts have passed ``stop_gradient``. A trained one is ``train(part, (axis,),
+  start)``, where `start` is the index of its first layer along `axis`, or ``train(leaf, (), 0)``.
   """
-  if np.all(frozen) or not np.any(frozen):
-    return stopped if np.all(frozen) else leaf
+  if not np.any(frozen):
+    return train(leaf, (), 0)
+  if np.all(frozen):
+    return jax.lax.stop_gradient(leaf)
   axis = int(np.argmax(np.shape(frozen)))
   flags = np.ravel(frozen)
   bounds = [0, *(np.flatnonzero(np.diff(flags)) + 1), len(flags)]
-  pairs = zip(_split(stopped, axis, bounds), _split(leaf, axis, bounds), bounds, strict=False)
-  return _SplitArray(tuple(old if flags[i] else new for old, new, i in pairs), axis)
+  pairs = zip(_split(leaf, axis, bounds), bounds, strict=False)
+  return _SplitArray(
+    tuple(jax.lax.stop_gradient(x) if flags[i] else train(x, (axis,), int(i)) for x, i in pairs),
+    axis,
+  )
 
 
 def evaluate(program: _types.Jaxpr, arguments: Sequence[_Splittable]) -> list[jax.Array]:
   """Computes the results of a program; some of the arguments may be split arrays."""
   if not any(isinstance(argument, _SplitArray) for argument in arguments):
     return jax_core.jaxpr_as_fun(program)(*arguments)
-  return _concatenate_all(_SplitScans().run(program, arguments), program.jaxpr.outvars)
+  return SplitScans().evaluate(program, arguments)
 
 
 def _split(value: _Splittable, axis: int, bounds: Sequence[int]) -> tuple[jax.Array, ...]:
@@ -139,8 +150,13 @@ def _aligned_axes(equation: _types.Equation, operand: int) -> tuple[int | None, 
   return tuple(dim[0].axis if _axis_map.is_axis(dim, shape) else None for dim in dims)
 
 
-class _SplitScans(_jaxpr.Evaluator[_Splittable]):
+class SplitScans(_jaxpr.Evaluator[_Splittable]):
   """Computes a program in which some values are split arrays."""
+
+  def evaluate(self, program: _types.Program, arguments: Sequence[_Splittable]) -> list[jax.Array]:
+    """Returns the results of a program as arrays."""
+    outputs = getattr(program, "jaxpr", program).outvars
+    return _concatenate_all(self.run(program, arguments), outputs)
 
   def visit(self, equation: _types.Equation, inputs: list[_Splittable]) -> Sequence[_Splittable]:
     is_split = any(isinstance(value, _SplitArray) for value in inputs)
@@ -194,30 +210,58 @@ class _SplitScans(_jaxpr.Evaluator[_Splittable]):
     shared, between = inputs[:consts], slice(consts, consts + carries)
     carry = _concatenate_all(inputs[between], equation.invars[between])
     slices = inputs[consts + carries :]
-    in_parts = [value for value in slices if isinstance(value, _SplitArray) and value.axis == 0]
-    bounds = sorted({0, settings["length"]}.union(*(value.bounds for value in in_parts)))
-    split = [_split(value, 0, bounds) for value in slices]
-
-    def body(
-      carry: list[jax.Array], slices: list[jax.Array]
-    ) -> tuple[list[jax.Array], list[jax.Array]]:
-      program = settings["jaxpr"]
-      results = _concatenate_all(
-        self.run(program, [*shared, *carry, *slices]), program.jaxpr.outvars
-      )
-      return results[:carries], results[carries:]
-
+    bounds = sorted({0, settings["length"]}.union(*map(self.bounds_of, slices)))
+    split = [self.split(value, bounds) for value in slices]
     stacked = []
     direction = -1 if settings["reverse"] else 1
     for i in range(len(bounds) - 1)[::direction]:
+      parts = [parts[i] for parts in split]
       length = bounds[i + 1] - bounds[i]
-      carry, results = jax.lax.scan(
-        body,
-        carry,
-        [parts[i] for parts in split],
-        length=length,
-        reverse=settings["reverse"],
-        unroll=min(settings["unroll"], length),
-      )
+      carry, results = self.scan_part(equation, shared, carry, parts, length)
       stacked.append(results)
     return [*carry, *(jnp.concatenate(parts) for parts in zip(*stacked[::direction], strict=True))]
+
+  def bounds_of(self, value: _Splittable) -> Sequence[int]:
+    """Returns the indices at which the parts of an array that a scan slices start and end."""
+    return value.bounds if isinstance(value, _SplitArray) and value.axis == 0 else ()
+
+  def split(self, value: _Splittable, bounds: Sequence[int]) -> Sequence[Any]:
+    """Returns the parts of an array that a scan slices, between `bounds`."""
+    return _split(value, 0, bounds)
+
+  def scan_part(
+    self,
+    equation: _types.Equation,
+    shared: Sequence[_Splittable],
+    carry: list[jax.Array],
+    slices: Sequence[Any],
+    length: int,
+  ) -> tuple[list[jax.Array], list[jax.Array]]:
+    """Computes a scan over parts of the arrays that it slices; returns the carry and the results.
+
+    `shared` are the values that all iterations use.
+    """
+    body = functools.partial(self.iterate, equation, shared)
+    return run_scan(equation, body, carry, slices, length)
+
+  def iterate(
+    self,
+    equation: _types.Equation,
+    shared: Sequence[_Splittable],
+    carry: list[jax.Array],
+    slices: Sequence[jax.Array],
+  ) -> tuple[list[jax.Array], list[jax.Array]]:
+    """Computes an iteration of a scan; returns the carry and the results."""
+    results = self.evaluate(equation.params["jaxpr"], [*shared, *carry, *slices])
+    return results[: len(carry)], results[len(carry) :]
+
+
+def run_scan(
+  equation: _types.Equation, body: Callable[..., Any], carry: Any, slices: Any, length: int
+) -> tuple[Any, Any]:
+  """Calls ``jax.lax.scan`` with the settings of a scan in a program."""
+  settings = equation.params
+  unroll = min(settings["unroll"], length)
+  return jax.lax.scan(
+    body, carry, slices, length=length, reverse=settings["reverse"], unroll=unroll
+  )

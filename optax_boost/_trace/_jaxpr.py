@@ -141,8 +141,8 @@ class Evaluator(Interpreter[_Value]):
 
     The program of a ``jax.checkpoint`` is computed inside a new ``jax.checkpoint``.
     """
-    program = _called_program(equation) if equation.primitive.name in _PLAIN_CALLS else None
-    if program is None:
+    program = _called_program(equation)
+    if program is None or not is_plain_call(equation):
       return self.operation(equation, inputs)
     run: Callable[[list[_Value]], list[_Value]] = functools.partial(self.run, program)
     if "policy" in equation.params:  # a call of `jax.checkpoint`
@@ -192,6 +192,11 @@ def sub_jaxprs(equation: _types.Equation) -> Iterator[_types.Program]:
     for item in setting if isinstance(setting, list | tuple) else [setting]:
       if isinstance(item, jax_core.ClosedJaxpr | jax_core.Jaxpr):
         yield item
+
+
+def is_plain_call(equation: _types.Equation) -> bool:
+  """Returns whether an equation does nothing but compute its program."""
+  return equation.primitive.name in _PLAIN_CALLS and _called_program(equation) is not None
 
 
 def _called_program(equation: _types.Equation) -> _types.Program | None:

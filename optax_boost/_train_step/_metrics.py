@@ -35,12 +35,14 @@ def step_metrics(
   loss_scale: _types.FloatScalar | None,
   opt_state: optax.OptState,
   left_out: _types.BoolScalar | None,
+  squares: _types.FloatScalar | None = None,
 ) -> _types.Metrics:
   """Returns the loss, what the states declare as metrics, and the metrics in `names`.
 
   `opt_state` is the optimizer's state after the step. `left_out` says whether a wrapper left the
   batch out. If so, ``skipped/loss`` is 1 if the loss is not finite, else ``skipped/gradients``. If
-  no wrapper can leave batches out, `left_out` is None, and there are no such metrics.
+  no wrapper can leave batches out, `left_out` is None, and there are no such metrics. `squares` is
+  the sum of the squares of the gradient without the loss scale, if there are no `gradients`.
   """
   metrics = {"loss": loss, **_protocol.read_metrics(opt_state)}
   if left_out is not None:
@@ -48,8 +50,11 @@ def step_metrics(
     metrics["skipped/loss"] = (left_out & ~finite).astype(jnp.int32)
     metrics["skipped/gradients"] = (left_out & finite).astype(jnp.int32)
   if _GRADIENT_NORM in names:
-    norm = jnp.sqrt(_arrays.sum_squares_of_tree(gradients)).astype(jnp.float32)
-    metrics[_GRADIENT_NORM] = norm if loss_scale is None else norm / loss_scale
+    total = _arrays.sum_squares_of_tree(gradients) if squares is None else squares
+    norm = jnp.sqrt(total).astype(jnp.float32)
+    metrics[_GRADIENT_NORM] = (
+      norm if loss_scale is None or squares is not None else norm / loss_scale
+    )
   if _LEARNING_RATE in names:
     rates = _learning_rates(opt_state)
     metrics |= {f"{_LEARNING_RATE}_{i}" if i else _LEARNING_RATE: r for i, r in enumerate(rates)}

@@ -10,7 +10,8 @@ import numpy as np
 import optax
 
 from optax_boost._foundation import _extra_args, _masks, _types
-from optax_boost._trace import _frozen_scans, _layer_groups
+from optax_boost._step import _addition
+from optax_boost._trace import _frozen_scans, _layer_groups, _summing_scans
 from optax_boost._train_step import _frozen_layers, _replaced_values, _traced_loss
 
 # A function from ``(params, values)`` to ``(loss, aux)``, where the gradient replaces the values.
@@ -79,6 +80,54 @@ class Objective:
       list(map(self._keep_frozen, self.value_groups, self.values, new_values)),
     )
 
+  def value_and_added(
+    self,
+    params: optax.Params,
+    addition: _addition.Addition,
+    extra_args_of: Callable[[Any], _types.ExtraArgs],
+  ) -> tuple[tuple[_types.FloatScalar, Any], _addition.Added, list[jax.Array]]:
+    """Returns ``(loss, aux)``, the window's sum with the gradient, and the new values.
+
+    The gradient is added inside of the backward pass, so it never exists as a whole.
+    `extra_args_of` takes aux, and returns the extra arguments of ``update`` that the window reads.
+    """
+    sums, structure = jax.tree.flatten(
+      addition.state.accumulation.accumulator, is_leaf=_masks.is_masked
+    )
+    sums = [None if _masks.is_masked(total) else total for total in sums]
+    count = len(sums)
+    frozen = self._frozen() or [False] * (count + len(self.values))
+
+    def add(total: jax.Array, g: jax.Array, scalars: Any) -> tuple[jax.Array, Any]:
+      return addition.add(total, steepest_ascent(g), scalars)
+
+    def loss(tokens: _summing_scans.Tokens, values: Sequence[jax.Array]) -> Any:
+      arguments = list(map(_frozen_scans.split_frozen, values, frozen[count:]))
+      (value, aux), passed = self.traced.run_with_tokens(
+        params, arguments, tokens, add, frozen[:count], once=addition.measures
+      )
+      if self.must_depend:
+        _require_dependence(value, tokens)
+      scaled = value if self.loss_scale is None else value.astype(jnp.float32) * self.loss_scale
+      return (scaled, passed), (value, aux)
+
+    # Forward, tokens and scalars may have any values.
+    tokens = _summing_scans.Tokens(sums, addition.scalars({}))
+    (scaled, _), pull, output = jax.vjp(loss, tokens, self.values, has_aux=True)
+    scalars = addition.scalars(extra_args_of(output[1]))
+    tokens, new_values = pull((jnp.ones_like(scaled), tokens._replace(scalars=scalars)))
+    kept = [optax.MaskedNode() if total is None else total for total in tokens.arrays]
+    overflows: _types.Condition = False
+    if self.loss_scale is not None and self.values:
+      overflows = _replaced_values.lost(self.values, new_values)
+    new_values = list(map(self._keep_frozen, self.value_groups, self.values, new_values))
+    *_, squares = tokens.scalars
+    return (
+      output,
+      _addition.Added(jax.tree.unflatten(structure, kept), squares, overflows),
+      new_values,
+    )
+
   def _keep_frozen(
     self, group: _layer_groups.GroupNumber, old: jax.Array, new: jax.Array
   ) -> jax.Array:
@@ -88,23 +137,25 @@ class Objective:
       return new
     return _layer_groups.select_frozen(self.freezing.depth, group, old, new)
 
+  def _frozen(self) -> list[Any]:
+    """Returns for each leaf, then for each value, what is statically frozen; [] if nothing is."""
+    if self.freezing is None or not self.freezing.is_static:
+      return []
+    return [group < self.freezing.depth for group in (*self.freezing.groups, *self.value_groups)]
+
   def _without_frozen_gradients(self) -> LossWithAux:
     """Returns the loss as a function whose gradient is zero in frozen layers.
 
     If no layer is frozen, or if the number of frozen groups is traced, returns `loss` unchanged.
     """
-    if self.freezing is None or not self.freezing.is_static:
-      return self.loss
-    groups = (*self.freezing.groups, *self.value_groups)
-    frozen: list[Any] = [group < self.freezing.depth for group in groups]
+    frozen = self._frozen()
     if not any(map(np.any, frozen)):
       return self.loss
     freezes_parts = any(np.any(flags) and not np.all(flags) for flags in frozen)
 
     def loss(inputs: _traced_loss.Differentiated) -> tuple[_types.FloatScalar, Any]:
       leaves, structure = jax.tree.flatten(inputs)
-      stopped = jax.lax.stop_gradient(leaves)
-      leaves = list(map(_frozen_scans.split_frozen, stopped, leaves, frozen))
+      leaves = list(map(_frozen_scans.split_frozen, leaves, frozen))
       if freezes_parts:
         return self.traced.run_with_leaves(inputs, leaves)
       return self.loss(jax.tree.unflatten(structure, leaves))
@@ -136,17 +187,22 @@ def _check_dependence(
 
   def checked(inputs: _traced_loss.Differentiated) -> tuple[_types.FloatScalar, Any]:
     value, aux = loss(inputs)
-    # Under `jax.grad`, the params and all values computed from the params are tracers of one type.
-    if type(value) not in map(type, jax.tree.leaves(inputs)):
-      raise ValueError(
-        "`loss_fn` must compute the loss from the params that it is given; no gradient of it"
-        " reaches them, so nothing would be trained. Does it use a model of an outer scope, or"
-        " `jax.lax.stop_gradient`? In NNX, does `wrt` of the optimizer select variables that the"
-        " loss uses?"
-      )
+    _require_dependence(value, inputs)
     return value, aux
 
   return checked
+
+
+def _require_dependence(value: jax.Array, inputs: _types.Tree) -> None:
+  """Raises ValueError if no derivative by `inputs` reaches a loss."""
+  # Under `jax.grad`, the params and all values computed from the params are tracers of one type.
+  if type(value) not in map(type, jax.tree.leaves(inputs)):
+    raise ValueError(
+      "`loss_fn` must compute the loss from the params that it is given; no gradient of it"
+      " reaches them, so nothing would be trained. Does it use a model of an outer scope, or"
+      " `jax.lax.stop_gradient`? In NNX, does `wrt` of the optimizer select variables that the"
+      " loss uses?"
+    )
 
 
 def steepest_ascent(gradients: _types.SameTree) -> _types.SameTree:

@@ -22,11 +22,12 @@ import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from optax_boost._form import _protocol, _skipped_steps, _state_check
 from optax_boost._foundation import _checks, _types, _warnings
-from optax_boost._step import _apply_gradients, _nesting, _slots
+from optax_boost._step import _addition, _apply_gradients, _nesting, _slots
 from optax_boost._trace import _layer_axes, _layer_groups, _losses
 from optax_boost._train_step import (
   _frozen_layers,
@@ -46,6 +47,11 @@ _TRACED_DEPTH = (
   "`freeze_layers` saves no time in this step, though it updates no frozen layer: how many groups"
   " are frozen is a traced number, as inside your own `jit`, `scan` or `vmap`. Call the train step"
   " directly."
+)
+
+_WHOLE_GRADIENTS = (
+  '`accumulate(..., not_finite="restart")` adds whole gradients in this step, not layer by layer'
+  " inside of the backward pass: {}."
 )
 
 _UNUSED_WEIGHT = (
@@ -167,7 +173,16 @@ class StepComputation:
     objective = _objective.Objective(
       loss, traced, values, value_groups, loss_scale, freezing, must_depend
     )
-    (value, (model_state, aux)), grad, new_values = objective.value_and_grad(state.params)
+    addition = self._addition(state.opt_state, freezing)
+    added = None
+    if addition is None:
+      (value, (model_state, aux)), grad, new_values = objective.value_and_grad(state.params)
+    else:
+      (value, (model_state, aux)), added, new_values = objective.value_and_added(
+        state.params, addition, lambda aux: self._weight(batch, aux[1])
+      )
+      # Nothing reads these gradients; NaN would show it.
+      grad = jax.tree.map(lambda p: jnp.full_like(p, jnp.nan), state.params)
     if must_depend:
       self.losses_checked.add(structure)
     # If the forward pass has changed params, the update is added to the changed params, as in Flax
@@ -196,19 +211,23 @@ class StepComputation:
 
       extra["full_grad_fn"] = _objective.accept_masked(mean_gradient, start)
     extra["layers"] = _layer_axes.DeferredLayerAxes(traced.layers)
-    if self.weight is not None:
-      extra["weight"] = self._weight(batch, aux)
-      if not _protocol.takes(state.opt_state, "weight"):
-        self._warn_once(_UNUSED_WEIGHT)
+    extra |= self._weight(batch, aux)
+    if self.weight is not None and not _protocol.takes(state.opt_state, "weight"):
+      self._warn_once(_UNUSED_WEIGHT)
     if self.has_model_state or _losses.is_stateful(self.loss_fn):
       extra["model_state"] = model_state
     if freezing is not None:
       extra["frozen_groups"] = freezing.depth
-    params, opt_state = _apply_gradients.step_in_place(self.tx, grad, state.opt_state, start, extra)
+    params, opt_state = _apply_gradients.step_in_place(
+      self.tx, grad, state.opt_state, start, extra, added
+    )
     if self.full_grad_fn is not None and not uses_full_gradient:
       self._warn_once(UNUSED_FULL_GRADIENT)
     rejected = _skipped_steps.left_out(state.opt_state, opt_state)
-    metrics = _metrics.step_metrics(self.metrics, value, grad, loss_scale, opt_state, rejected)
+    squares = None if added is None else added.squares
+    metrics = _metrics.step_metrics(
+      self.metrics, value, grad, loss_scale, opt_state, rejected, squares
+    )
     if freezing is not None:
       metrics["frozen_groups"] = freezing.num_frozen()
     if self.has_aux:
@@ -220,17 +239,35 @@ class StepComputation:
     new_state = jax.tree.map(_train_state.drop_weak_type, new_state)
     return _state_placement.keep_placement(new_state, state, placement), metrics
 
-  def _weight(self, batch: _types.Batch, aux: Any) -> jax.typing.ArrayLike:
-    """Returns the weight of a batch, the extra argument `weight` of ``tx.update``."""
+  def _addition(
+    self, opt_state: optax.OptState, freezing: _frozen_layers.FrozenLayers | None
+  ) -> _addition.Addition | None:
+    """Returns how the backward pass adds gradients to a window, or None if it does not."""
+    step = _slots.step_of(self.tx)
+    knows_depth = freezing is None or freezing.is_static
+    obstacle = _addition.find_obstacle(step, knows_depth=knows_depth)
+    if step is None or step.accumulation is None:
+      return None
+    if obstacle:
+      if step.accumulation.restarts and not step.accumulation.is_off:
+        self._warn_once(_WHOLE_GRADIENTS.format(obstacle))
+      return None
+    measures = step.spikes is not None or "gradient_norm" in self.metrics
+    return _addition.Addition(step, step.accumulation, opt_state, measures)
+
+  def _weight(self, batch: _types.Batch, aux: Any) -> _types.ExtraArgs:
+    """Returns the extra argument `weight` of ``tx.update``, by name, if the user passed it."""
+    if self.weight is None:
+      return {}
     if callable(self.weight):
-      return self.weight(batch)
+      return {"weight": self.weight(batch)}
     if not isinstance(aux, Mapping) or self.weight not in aux:
       raise ValueError(
         f"`weight` must be the name of an entry of the loss's aux, a dict; got {self.weight!r} for"
         f" {_checks.shorten(aux)}. Return it from the loss, with has_aux=True, or pass a function"
         " of the batch."
       )
-    return aux[self.weight]
+    return {"weight": aux[self.weight]}
 
   def _warn_once(self, message: str) -> None:
     if message not in self.warnings_given:

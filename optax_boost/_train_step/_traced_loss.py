@@ -17,6 +17,7 @@ from optax_boost._trace import (
   _jaxpr,
   _layer_axes,
   _leaf_uses,
+  _summing_scans,
 )
 
 # Params and replaced values: a pair.
@@ -55,6 +56,24 @@ class TracedLoss:
     program, structure = self._trace(inputs)
     outputs = _frozen_scans.evaluate(program, [*leaves, *jax.tree.leaves(self._arguments)])
     return jax.tree.unflatten(structure, outputs)
+
+  def run_with_tokens(
+    self,
+    params: optax.Params,
+    values: Sequence[Any],
+    tokens: _summing_scans.Tokens,
+    add: _summing_scans.Add,
+    frozen: Sequence[_summing_scans.Frozen],
+    *,
+    once: bool,
+  ) -> tuple[tuple[_types.FloatScalar, Any], _summing_scans.Tokens]:
+    """Returns the loss and aux, and the tokens (:mod:`optax_boost._trace._summing_scans`)."""
+    program, structure = self._trace(self._inputs)
+    arguments = [*values, *jax.tree.leaves(self._arguments)]
+    outputs, tokens = _summing_scans.evaluate(
+      program, jax.tree.leaves(params), arguments, tokens, add, frozen, once=once
+    )
+    return jax.tree.unflatten(structure, outputs), tokens
 
   def layers(self) -> _layer_axes.LayerAxes:
     """Returns the roles of the params' axes. The model state does not count as data."""

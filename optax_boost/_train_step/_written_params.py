@@ -60,6 +60,8 @@ def take_written_params(
     # `nnx.remat` and `nnx.jit` return all variables of their modules as new arrays, so only the
     # equations of the program show which params are copies.
     copied = _copied_inputs(program, count, param_outputs)
+  if all(copied):
+    return params, model_state.model_state
   written = jax.tree.leaves(model_state.params)
   new_params = _trees.map_with(
     lambda old, new, is_copy: old if is_copy else new, params, written, copied

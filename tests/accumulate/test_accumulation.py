@@ -261,7 +261,9 @@ def test_the_mean_over_the_devices_is_the_mean_over_all_tokens():
 
 
 def test_an_error_for_an_unknown_treatment_lists_the_known_ones():
-  with pytest.raises(ValueError, match=r"`not_finite` must be one of 'drop', 'keep', None; got 'n"):
+  with pytest.raises(
+    ValueError, match=r"`not_finite` must be one of 'drop', 'keep', 'restart', None; got 'n"
+  ):
     optax_boost.accumulate(optax.sgd(0.1), 2, not_finite="none")
 
 

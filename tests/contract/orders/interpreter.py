@@ -17,7 +17,8 @@ the cards leave open is decided here so:
   `optax.partition` and `optax.masked` if any of their leaves may move. A step that is not made
   changes neither params nor masters nor averages nor counts of steps made.
 - A micro-batch that is left out, since it is not finite or a spike, is as if it had never come: it
-  does not count in its window. Only counters, the loss scale and the norms know of it.
+  does not count in its window. (With ``not_finite="restart"`` it begins the window again.) Only
+  counters, the loss scale and the norms know of it.
 - A spike is judged by the norm of the micro-batch's unscaled gradient, or by its loss. A spike is a
   step without an overflow for the loss scale; a gradient that is not finite does not enter the mean
   of the norms. The mean of the losses does not care which layers are frozen.
@@ -456,7 +457,7 @@ class Step:
     self.checks_gradients = (
       "dynamic_loss_scale" in slots
       or (precision is not None and precision["check"] == "gradients")
-      or (window is not None and window["not_finite"] == "drop")
+      or (window is not None and window["not_finite"] in ("drop", "restart"))
     )
 
   def group(self, path):
@@ -596,6 +597,8 @@ class Step:
     if good:
       total = tree_map(lambda t, g: t + weight * g, total, grads)
       weights, count = weights + weight, count + 1
+    elif self.slots["accumulate"]["not_finite"] == "restart":
+      total, weights, count = zeros_like(total), 0.0, 0
     full = good and count >= self.slots["accumulate"]["every"](windows)
     mean = tree_map(lambda t: t / weights, total) if full else None
     fields = {"accumulation.count": 0 if full else count}

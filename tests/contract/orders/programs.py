@@ -210,6 +210,7 @@ WAYS = {
   "accumulate_keep": window(3, "keep"),
   "accumulate_varying": window(lambda inner_count: 1 + inner_count % 3),
   "accumulate_one": window(1),
+  "accumulate_restart": window(3, "restart"),
   "dynamic_loss_scale": way("dynamic_loss_scale", **SCALE),
   "dynamic_loss_scale_hysteresis": way("dynamic_loss_scale", **HYSTERESIS),
   "dynamic_loss_scale_checked": way("dynamic_loss_scale", **SCALE, check="updates"),

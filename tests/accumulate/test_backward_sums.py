@@ -1,0 +1,175 @@
+"""With ``not_finite="restart"`` the train step adds gradients inside of the backward pass."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optax_boost
+from optax_boost._step import _addition
+
+LAYERS, WIDTH = 4, 8
+
+
+def params_of(layers=LAYERS, width=WIDTH):
+  rng = np.random.default_rng(0)
+  normal = lambda *shape: jnp.asarray(rng.normal(size=shape) / np.sqrt(shape[-1]), "f4")  # noqa: E731
+  blocks = {"kernel": normal(layers, width, width), "bias": jnp.zeros((layers, width))}
+  return {"blocks": blocks, "embed": normal(5, width), "head": normal(width)}
+
+
+def layer(h, block):
+  return h + jnp.tanh(h @ block["kernel"] + block["bias"]), None
+
+
+def run_layers(params, h, body=layer, **settings):
+  return jax.lax.scan(body, h, params["blocks"], **settings)[0]
+
+
+def loss_of(run):
+  def loss(params, tokens):
+    return jnp.mean((run(params, params["embed"][tokens]) @ params["head"] - 1) ** 2)
+
+  return loss
+
+
+def nested(params, h):
+  def twice(h, block):
+    return jax.lax.scan(lambda h, _: (layer(h, block)[0], None), h, length=2)[0], None
+
+  return run_layers(params, h, twice)
+
+
+def in_bfloat16(params, h):
+  low = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
+  return run_layers(low, h.astype(jnp.bfloat16)).astype(jnp.float32)
+
+
+def written_out(params, h):
+  for i in range(LAYERS):
+    h, _ = layer(h, jax.tree.map(lambda leaf, i=i: leaf[i], params["blocks"]))
+  return h
+
+
+def used_elsewhere(params, h):
+  return run_layers(params, h) * (1 + jnp.mean(params["blocks"]["kernel"] ** 2))
+
+
+LOSSES = {
+  "a scan": run_layers,
+  "remat inside of jit": jax.jit(
+    functools.partial(run_layers, body=jax.checkpoint(layer), reverse=True)
+  ),
+  "nested scans": nested,
+  "cast before the scan": in_bfloat16,
+  "written out": written_out,
+  "used elsewhere, too": used_elsewhere,
+}
+AROUND = {
+  "alone": lambda tx: tx,
+  "scaled masters": lambda tx: optax_boost.dynamic_loss_scale(
+    optax_boost.master_weights(tx), initial_scale=8.0
+  ),
+  "half frozen, then thawed": lambda tx: optax_boost.freeze_layers(
+    tx,
+    optax_boost.layer_groups(params_of(), ["embed", "blocks[*]", "head"]),
+    optax_boost.fixed_freezing(6, 3, steps=2),
+  ),
+}
+
+
+def train(loss, tx, batches, params=None, **kwargs):
+  step = optax_boost.make_train_step(loss, tx, **kwargs)
+  state = step.init(params_of() if params is None else params)
+  for batch in batches:
+    state, metrics = step(state, batch)
+  return state, metrics
+
+
+@pytest.mark.filterwarnings("ignore:.*adds whole gradients in this step.* by the test")
+@pytest.mark.parametrize(
+  ("name", "around"),
+  [*((name, "alone") for name in LOSSES), *(("a scan", a) for a in [*AROUND][1:])],
+)
+def test_sums_of_the_backward_pass_are_those_of_whole_gradients(name, around, monkeypatch):
+  """To the bit, with a window of two and clipping and Adam at its end; weights come from aux."""
+  batches = jax.random.randint(jax.random.key(0), (6, 3), 0, 5)
+
+  def loss(params, tokens):
+    return loss_of(LOSSES[name])(params, tokens), {"tokens": 1.0 + tokens[0]}
+
+  inner = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(1e-2))
+  tx = AROUND[around](optax_boost.accumulate(inner, 2, not_finite="restart"))
+  run = functools.partial(train, loss, tx, batches, has_aux=True, weight="tokens")
+  found = run()
+  monkeypatch.setattr(_addition, "find_obstacle", lambda *_, **__: "by the test")
+  whole = run()
+  # The weight is known before the sum or after it, which may cost the last bit.
+  jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-6, atol=1e-7), found, whole)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("door", ["update", "apply_gradients", "train_step"])
+def test_a_micro_batch_that_is_not_finite_begins_the_window_again(door, bad):
+  """In windows of three, with a bad micro-batch at the first, second and third place."""
+  values = [1.0, 2.0, bad, 4.0, bad, 6.0, 7.0, 8.0, bad, 10.0, 11.0, 12.0, 13.0]
+  tx = optax_boost.accumulate(optax.sgd(1.0), 3, not_finite="restart")
+  params = {"w": jnp.zeros((2, 3))}
+
+  def loss(params, x):
+    return jax.lax.scan(lambda h, w: (h + jnp.sum(w * x), None), 0.0, params["w"])[0]
+
+  step = optax_boost.make_train_step(loss, tx)
+  train_state, state = step.init(params), tx.init(params)
+  for value in values:
+    grads = {"w": jnp.full((2, 3), value)}
+    if door == "train_step":
+      train_state, _ = step(train_state, jnp.full(3, value))
+      params, state = train_state.params, train_state.opt_state
+    elif door == "update":
+      updates, state = tx.update(grads, state, params)
+      params = optax.apply_updates(params, updates)
+    else:
+      params, state = optax_boost.apply_gradients(tx, grads, state, params)
+  moved, window = 0.0, []
+  for value in values:
+    window = [*window, value] if np.isfinite(value) else []
+    if len(window) == 3:
+      moved, window = moved - np.mean(window), []
+  np.testing.assert_allclose(params["w"], np.full((2, 3), moved), rtol=1e-6)
+  assert int(state.notfinite_count) == 3
+  assert int(state.accumulation.count) == len(window)
+
+
+def test_the_gradients_of_a_scan_never_exist_at_once():
+  """The temporaries of a micro-step of 12 blocks of width 256, of 25 MB of params."""
+  shapes = {"up": (12, 256, 1024), "down": (12, 1024, 256)}
+  params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+
+  def block(h, p):
+    return h + jax.nn.gelu(h @ p["up"]) @ p["down"], None
+
+  def loss(params, x):
+    return jnp.mean(jax.lax.scan(block, x, params)[0] ** 2)
+
+  def temporaries(not_finite):
+    tx = optax_boost.accumulate(optax.adam(1e-3), 4, not_finite=not_finite)
+    step = optax_boost.make_train_step(loss, tx)
+    compiled = step.lower(step.init(params), jax.ShapeDtypeStruct((16, 256), jnp.float32)).compile()
+    return compiled.memory_analysis().temp_size_in_bytes
+
+  assert temporaries("restart") < 0.45 * temporaries("drop")
+
+
+def test_a_step_that_cannot_add_in_the_backward_pass_says_why():
+  schedule = optax_boost.FreezeSchedule([0, 2], [1, 0])
+  tx = optax_boost.freeze_layers(
+    optax_boost.accumulate(optax.sgd(0.1), 2, not_finite="restart"), ["embed", "head"], schedule
+  )
+  step = optax_boost.make_train_step(loss_of(run_layers), tx)
+  with pytest.warns(optax_boost.NoEffectWarning) as caught:
+    jax.eval_shape(step, step.init(params_of()), jnp.zeros(3, jnp.int32))
+  assert any("how many groups are frozen is a traced number" in str(w.message) for w in caught)
