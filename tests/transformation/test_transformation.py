@@ -1,6 +1,7 @@
 """The one form of a transformation: what it wraps, how often it is traced, what it refuses."""
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -360,3 +361,18 @@ def test_an_infinite_param_that_would_turn_nan_is_kept_and_counted(name, door, j
     stepped, [1 - (0.25 if name == "dynamic_loss_scale" else 0.5), -np.inf]
   )
   assert count == 0
+
+
+def test_a_field_that_two_slots_have_is_read_from_the_slot():
+  class Keyed(NamedTuple):
+    key: int
+
+  params = {"a": jnp.ones(2, jnp.bfloat16), "b": jnp.ones(2, jnp.bfloat16)}
+  state = frozen(optax_boost.stochastic_rounding(SGD, key=1)).init(params)
+  assert state.key is state.precision.key
+  with pytest.raises(
+    AttributeError, match=r"`key` is a field of several states: .*`state\.precision\.key`"
+  ):
+    state._replace(freezing=Keyed(0)).key  # noqa: B018
+  with pytest.raises(AttributeError, match="no `loss_scale`"):
+    state.loss_scale  # noqa: B018
