@@ -514,6 +514,8 @@ class Step:
     fields |= window
     if "accumulate" in self.slots and "value" in extra:
       values = state["accumulation.value_sum"] + (weight * extra["value"] if good else 0)
+      if not good and self.slots["accumulate"]["not_finite"] == "restart":
+        values = 0.0
       fields["accumulation.value_sum"] = 0.0 if due else values
       extra = extra | {"value": values / weights}
     masters = self.masters(params, state)
