@@ -144,6 +144,7 @@ def test_a_micro_batch_that_is_not_finite_begins_the_window_again(door, bad):
   assert int(state.accumulation.count) == len(window)
 
 
+@pytest.mark.skipif(jax.__version_info__ < (0, 10), reason="older XLA copies the sums once")
 def test_the_gradients_of_a_scan_never_exist_at_once():
   """The temporaries of a micro-step of 12 blocks of width 256, of 25 MB of params."""
   shapes = {"up": (12, 256, 1024), "down": (12, 1024, 256)}
