@@ -184,7 +184,8 @@ class Block(nnx.Module):
 
 class Blocks(nnx.Module):
   def __init__(self, rngs):
-    self.blocks = nnx.List([Block(affine, rngs) for affine in (True, False, False)])
+    blocks = [Block(affine, rngs) for affine in (True, False, False)]
+    self.blocks = getattr(nnx, "List", list)(blocks)  # flax before 0.12 takes plain containers
     self.head = nnx.Linear(4, 1, rngs=rngs)
 
   def __call__(self, x):

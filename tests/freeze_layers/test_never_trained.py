@@ -193,6 +193,7 @@ def test_equal_gradients_give_equal_bits(dtype):
   chex.assert_trees_all_equal(split(params), (frozen, trained))
 
 
+@pytest.mark.filterwarnings("ignore:Sharding info not provided")
 def test_a_training_resumes_from_a_checkpoint(tmp_path):
   tx = AROUND["accumulate"](optax_boost.freeze_layers(ADAMW(), STACKED, FIXED))
   step = optax_boost.make_train_step(loss_fn, tx, donate=False)
