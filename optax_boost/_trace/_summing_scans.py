@@ -25,9 +25,10 @@ XLA adds to the sum in place. A leaf with another use has one sink before all of
 [118.0, 212.0]
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 import dataclasses
 import functools
+import itertools
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -37,8 +38,8 @@ import numpy as np
 from optax_boost._foundation import _placement, _types
 from optax_boost._trace import _frozen_scans, _jaxpr
 
-# Takes the sum of a leaf (or of some of its layers), the gradient of a use, and the scalars.
-# Returns the new sum and the new scalars.
+# Takes the sum of a leaf, or of some of its layers, the gradient of a use, and the scalars; returns
+# the new sum and the new scalars.
 Add: TypeAlias = Callable[[jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
 # Whether a leaf is frozen; or an array of a bool for each layer that broadcasts against the leaf.
 Frozen: TypeAlias = bool | np.ndarray
@@ -76,20 +77,19 @@ def evaluate(
   (:mod:`optax_boost._trace._frozen_scans`). If `once`, each layer's gradient is added at once, as a
   sum of squares in the scalars requires.
   """
-  evaluator = _SummingScans(leaves, tokens, add)
+  uses = _find_uses(program, len(leaves))
+  evaluator = _SummingScans(uses.needed, leaves, tokens, add)
   values: list[Any] = []
-  obstacles = find_obstacles(program, frozen, once=once)
+  obstacles = uses.find_obstacles(frozen, once)
   for number, (leaf, flags, obstacle) in enumerate(zip(leaves, frozen, obstacles, strict=True)):
-    token, axes = tokens.arrays[number], tuple(range(leaf.ndim))
-    if token is None or np.all(flags):
+    if np.all(flags):
       values.append(jax.lax.stop_gradient(leaf))
-      continue
-    if obstacle:
+    elif obstacle:
       sink = functools.partial(evaluator.sink, number)
       values.append(_frozen_scans.split_frozen(leaf, flags, sink))
     else:
-      values.append(_Leaf(leaf, number, axes, tuple(np.ravel(flags).tolist())))
-  results = evaluator.evaluate(program, [*values, *arguments])
+      values.append(_Leaf(leaf, number, tuple(range(leaf.ndim)), tuple(np.ravel(flags).tolist())))
+  results = list(map(_as_array, evaluator.evaluate(program, [*values, *arguments])))
   return results, Tokens([evaluator.arrays.get(i) for i in range(len(leaves))], evaluator.scalars)
 
 
@@ -98,29 +98,37 @@ def find_obstacles(
 ) -> list[str]:
   """Returns for each leaf why its gradient can't be added layer by layer; "" if it can.
 
-  The leaves are the first arguments of the program; the other arguments of this function are as in
-  :func:`evaluate`.
+  The leaves are the first arguments of the program; `frozen` and `once` are as in :func:`evaluate`.
   """
-  uses = _Uses()
+  return _find_uses(program, len(frozen)).find_obstacles(frozen, once)
+
+
+def _find_uses(program: _types.Jaxpr, count: int) -> "_Uses":
+  """Returns the uses of the first `count` arguments of a program."""
+  uses = _Uses(set(_equations_of(program, {0})))
   shapes = [variable.aval.shape for variable in program.jaxpr.invars]
-  leaves = [_View(i, tuple(range(len(shape)))) for i, shape in enumerate(shapes[: len(frozen)])]
-  loss, *_ = uses.run(program, [*leaves, *[None] * (len(shapes) - len(frozen))])
-  uses.note([loss], "the loss itself")
-  obstacles = []
-  for number, flags in enumerate(frozen):
-    axes, others = uses.scanned.get(number, []), uses.others.get(number)
-    axis = int(np.argmax(np.shape(flags))) if np.ndim(flags) else None
-    if others is not None:
-      obstacles.append(f"{others} uses it outside of a scan")
-    elif not axes:
-      obstacles.append("no scan slices it")
-    elif once and len(axes) > 1:
-      obstacles.append("several scans slice it")
-    elif axis is not None and set(axes) != {axis}:
-      obstacles.append("a scan slices it along another axis than that of the frozen layers")
-    else:
-      obstacles.append("")
-  return obstacles
+  leaves = [_View(i, tuple(range(len(shape)))) for i, shape in enumerate(shapes[:count])]
+  loss, *_ = uses.run(program, [*leaves, *[None] * (len(shapes) - count)])
+  uses.note([loss], "the loss")
+  return uses
+
+
+def _equations_of(program: _types.Program, results: set[int]) -> Iterator[int]:
+  """Yields the ``id`` of each equation on which the results with the indices `results` depend.
+
+  Enters plain calls. Other uses of a leaf, as for a norm in aux, have no gradient.
+  """
+  jaxpr = getattr(program, "jaxpr", program)
+  # The ids of variables, since literals can't be hashed.
+  needed = {id(jaxpr.outvars[i]) for i in results}
+  for equation in reversed(jaxpr.eqns):
+    found = {i for i, variable in enumerate(equation.outvars) if id(variable) in needed}
+    if found:
+      yield id(equation)
+      needed |= set(map(id, equation.invars))
+      if _jaxpr.is_plain_call(equation):
+        for called in _jaxpr.sub_jaxprs(equation):
+          yield from _equations_of(called, found)
 
 
 class _View(NamedTuple):
@@ -131,14 +139,35 @@ class _View(NamedTuple):
 
 
 class _Uses(_jaxpr.Interpreter[_View | None]):
-  """Notes along which axes scans slice a leaf, and by what else a leaf is used."""
+  """Notes along which axes scans slice a leaf, and by what else a leaf is used.
 
-  def __init__(self) -> None:
+  Only the equations whose ids are in `needed` count.
+  """
+
+  def __init__(self, needed: set[int]) -> None:
+    self.needed = needed
     self.scanned: dict[int, list[int]] = {}
     self.others: dict[int, str] = {}
 
   def constant(self, value: jax.typing.ArrayLike) -> None:
     return None
+
+  def find_obstacles(self, frozen: Sequence[Frozen], once: bool) -> list[str]:
+    """Returns for each leaf why its gradient can't be added layer by layer; "" if it can."""
+    obstacles = []
+    for number, flags in enumerate(frozen):
+      axes, others = self.scanned.get(number, []), self.others.get(number)
+      if others is not None:
+        obstacles.append(f"{others} uses it outside of a scan")
+      elif not axes:
+        obstacles.append("no scan slices it")
+      elif once and len(axes) > 1:
+        obstacles.append("several scans slice it")
+      elif np.ndim(flags) and set(axes) != {np.argmax(np.shape(flags))}:
+        obstacles.append("scans slice it along another axis than that of its groups of layers")
+      else:
+        obstacles.append("")
+    return obstacles
 
   def note(self, values: Sequence[_View | None], use: str) -> None:
     for view in values:
@@ -147,6 +176,8 @@ class _Uses(_jaxpr.Interpreter[_View | None]):
 
   def visit(self, equation: _types.Equation, inputs: list[_View | None]) -> Sequence[_View | None]:
     name = equation.primitive.name
+    if id(equation) not in self.needed:
+      return [None] * len(equation.outvars)
     if name in _VIEWS:
       return [inputs[0] and _moved(inputs[0], equation)]
     if _jaxpr.is_plain_call(equation):
@@ -197,10 +228,6 @@ class _Leaf:
   )
   start: int = dataclasses.field(default=0, metadata={"static": True})
 
-  @property
-  def is_trained(self) -> bool:
-    return not any(self.frozen)
-
 
 class _SummingScans(_frozen_scans.SplitScans):
   """Computes a program, and replaces the tokens wherever a leaf is used.
@@ -210,8 +237,10 @@ class _SummingScans(_frozen_scans.SplitScans):
     scalars: the current scalars.
   """
 
-  def __init__(self, leaves: Sequence[jax.Array], tokens: Tokens, add: Add) -> None:
-    self._leaves, self._add = leaves, add
+  def __init__(
+    self, needed: set[int], leaves: Sequence[jax.Array], tokens: Tokens, add: Add
+  ) -> None:
+    self._needed, self._leaves, self._add = needed, leaves, add
     self.arrays = {i: token for i, token in enumerate(tokens.arrays) if token is not None}
     self.scalars = tokens.scalars
 
@@ -229,30 +258,31 @@ class _SummingScans(_frozen_scans.SplitScans):
     return x
 
   def visit(self, equation: _types.Equation, inputs: list[Any]) -> Sequence[Any]:
+    if id(equation) not in self._needed:
+      inputs = list(map(_as_array, inputs))
     if not any(isinstance(value, _Leaf) for value in inputs):
       return super().visit(equation, inputs)
     if equation.primitive.name in _VIEWS:
       return [_moved(inputs[0], equation)]
-    if equation.primitive.name == "scan":
-      return self.operation(equation, inputs)
-    if "policy" not in equation.params:
+    if "policy" not in equation.params:  # a scan that slices leaves, or a plain call
       return _jaxpr.Evaluator.visit(self, equation, inputs)
-    # A call of `jax.checkpoint`, into which the tokens go, and out of it.
+    # A call of `jax.checkpoint`, into which tokens go, and out of it.
     (program,) = _jaxpr.sub_jaxprs(equation)
+    numbers = _numbers(inputs)
 
     def run(inputs: list[Any], tokens: Any) -> tuple[list[Any], Any]:
       self._write(tokens)
-      return self.run(program, inputs), self._read(self.arrays)
+      return self.run(program, inputs), self._read(numbers)
 
     settings = {key: equation.params[key] for key in ("policy", "prevent_cse")}
-    results, tokens = jax.checkpoint(run, **settings)(inputs, self._read(self.arrays))
+    results, tokens = jax.checkpoint(run, **settings)(inputs, self._read(numbers))
     self._write(tokens)
     return results
 
   def bounds_of(self, value: Any) -> Sequence[int]:
     if not isinstance(value, _Leaf):
       return super().bounds_of(value)
-    return [int(i) + 1 for i in np.flatnonzero(np.diff(value.frozen))]
+    return [i for i, pair in enumerate(itertools.pairwise(value.frozen), 1) if len(set(pair)) > 1]
 
   def split(self, value: Any, bounds: Sequence[int]) -> Sequence[Any]:
     if not isinstance(value, _Leaf):
@@ -268,15 +298,15 @@ class _SummingScans(_frozen_scans.SplitScans):
     slices: Sequence[Any],
     length: int,
   ) -> tuple[list[jax.Array], list[jax.Array]]:
-    leaves = {i: value for i, value in enumerate(slices) if isinstance(value, _Leaf)}
-    numbers = {leaf.number: None for leaf in leaves.values() if leaf.is_trained}
+    numbers = _numbers(slices)
 
     def body(loop: tuple[list[jax.Array], Any], inputs: tuple[jax.Array, list[Any]]) -> Any:
       carry, tokens = loop
       self._write(tokens)
       index, layers = inputs
       layers = [
-        self._layer(leaves[i], x, index) if i in leaves else x for i, x in enumerate(layers)
+        self._layer(leaf, x, index) if isinstance(leaf, _Leaf) else x
+        for leaf, x in zip(slices, layers, strict=True)
       ]
       carry, results = self.iterate(equation, shared, carry, layers)
       return (carry, self._read(numbers)), results
@@ -289,10 +319,11 @@ class _SummingScans(_frozen_scans.SplitScans):
 
   def _layer(self, leaf: _Leaf, x: jax.Array | None, index: jax.Array) -> jax.Array:
     """Returns what the body of a scan gets of a layer, of which `x` is the slice of the leaf."""
-    axis, *others = leaf.axes
     if x is None:
-      x = jax.lax.dynamic_index_in_dim(leaf.array, leaf.start + index, axis, keepdims=False)
-      x = jnp.transpose(x, np.argsort(np.argsort(others)).tolist())
+      axis, *others = leaf.axes
+      array = _placement.gather_axes(leaf.array, [axis])
+      x = jax.lax.dynamic_index_in_dim(array, leaf.start + index, axis, keepdims=False)
+      x = jnp.transpose(x, [*map(sorted(others).index, others)])
     else:
       x = self.sink(leaf.number, x, leaf.axes, leaf.start + index)
     # Casts are made here, not before the scan, so that no cast copy of the leaf is needed.
@@ -300,12 +331,29 @@ class _SummingScans(_frozen_scans.SplitScans):
       x = cast(x)
     return x
 
-  def _read(self, numbers: Any) -> tuple[dict[int, jax.Array], Any]:
-    return {number: self.arrays[number] for number in numbers}, self.scalars
+  def _read(self, numbers: Sequence[int]) -> tuple[dict[int, jax.Array], Any]:
+    """Returns the tokens of some leaves, and the scalars; without leaves, no scalars."""
+    return {number: self.arrays[number] for number in numbers}, self.scalars if numbers else ()
 
   def _write(self, tokens: tuple[dict[int, jax.Array], Any]) -> None:
-    arrays, self.scalars = tokens
+    arrays, scalars = tokens
     self.arrays = self.arrays | arrays
+    self.scalars = scalars if arrays else self.scalars
+
+
+def _numbers(values: Sequence[Any]) -> list[int]:
+  """Returns the numbers of the leaves among `values` that are trained, at least in part."""
+  leaves = [value for value in values if isinstance(value, _Leaf) and not all(value.frozen)]
+  return list(dict.fromkeys(leaf.number for leaf in leaves))
+
+
+def _as_array(value: Any) -> Any:
+  """Returns an array in place of a leaf."""
+  if not isinstance(value, _Leaf):
+    return value
+  return functools.reduce(
+    lambda x, cast: cast(x), value.casts, jnp.transpose(value.array, value.axes)
+  )
 
 
 def _layers(leaf: _Leaf, length: int) -> jax.Array | None:
@@ -314,7 +362,7 @@ def _layers(leaf: _Leaf, length: int) -> jax.Array | None:
   Of frozen layers, each iteration takes one by its index, since a slice of a leaf is a copy. Of
   trained layers, the derivative of a scan keeps what the iterations take, but not what it slices.
   """
-  if not leaf.is_trained:
+  if any(leaf.frozen):
     return None
   array = leaf.array
   if length < array.shape[leaf.axes[0]]:
@@ -345,7 +393,7 @@ def _backward(add: Add, axes: tuple[int, ...], position: Any, cotangents: Any) -
   if not axes:
     return None, None, *add(total, g, scalars)
   if g.ndim < total.ndim:
-    g = jnp.transpose(g[None], np.argsort(axes).tolist())
+    g = jnp.moveaxis(g[None], range(g.ndim + 1), axes)
   layers = jax.lax.dynamic_slice_in_dim(total, position, g.shape[axes[0]], axes[0])
   layers, scalars = add(layers, g, scalars)
   total = jax.lax.dynamic_update_slice_in_dim(total, layers, position, axes[0])

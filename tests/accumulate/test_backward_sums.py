@@ -174,3 +174,19 @@ def test_a_step_that_cannot_add_in_the_backward_pass_says_why():
   with pytest.warns(optax_boost.NoEffectWarning) as caught:
     jax.eval_shape(step, step.init(params_of()), jnp.zeros(3, jnp.int32))
   assert any("how many groups are frozen is a traced number" in str(w.message) for w in caught)
+
+
+def test_aux_may_have_params():
+  def loss(params, x):
+    return loss_of(run_layers)(params, x), params["blocks"]
+
+  batches = [jax.random.randint(jax.random.key(i), (4,), 0, 5) for i in range(2)]
+  metrics = []
+  for way in ("drop", "restart"):
+    tx = optax_boost.accumulate(optax.sgd(0.1), 2, not_finite=way)
+    step = optax_boost.make_train_step(loss, tx, has_aux=True)
+    state = step.init(params_of())
+    for batch in batches:
+      state, found = step(state, batch)
+    metrics.append(found["aux"])
+  jax.tree.map(np.testing.assert_array_equal, metrics[1], metrics[0])
