@@ -1,8 +1,8 @@
 """Adds the gradients of a micro-batch to their window inside of the backward pass.
 
-The train step asks :func:`find_obstacle` whether it may. If so, the backward pass calls
-:meth:`Addition.add` with each gradient as soon as it is known, and the step gets an :class:`Added`
-in place of gradients. A micro-batch is then judged after it was added.
+The backward pass of a train step calls :meth:`Addition.add` with each gradient as soon as it is
+known, and the step gets an :class:`Added` in place of gradients. A micro-batch is then judged after
+it was added.
 """
 
 import dataclasses
@@ -72,19 +72,3 @@ class Addition:
       squares += _arrays.sum_squares_of_tree(g).astype(squares.dtype)
     addend = self.window.addend(weight, total, g)
     return total + jnp.where(weight >= 0, addend, jnp.zeros_like(addend)), (weight, scale, squares)
-
-
-def find_obstacle(step: _slots.Step | None, *, knows_depth: bool) -> str:
-  """Returns why the backward pass can't add gradients to a window; "" if it can.
-
-  `knows_depth` is whether the number of frozen groups is static.
-  """
-  if step is None or step.accumulation is None:
-    return "no `accumulate` is around the whole optimizer"
-  if step.accumulation.is_off:
-    return "windows have one micro-batch"
-  if not step.accumulation.restarts:
-    return 'micro-batches may be left out one by one, unless not_finite="restart"'
-  if not knows_depth:
-    return "how many groups are frozen is a traced number"
-  return ""

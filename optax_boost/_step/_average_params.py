@@ -332,9 +332,8 @@ def averaged_params(
 
   Args:
     opt_state: the state of an optimizer with :func:`average_params` around it.
-    params: the current params. The result has the dtypes of `params`, and the values of `params` in
-      leaves that are not averaged (``optax.masked``, ``optax.partition``), or in all leaves before
-      the first snapshot.
+    params: the current params. The result has the dtypes of `params`, and the values of `params`
+      before the first snapshot.
     dtype: the dtype of floating-point leaves, such as jnp.float32, in which the averages of
       half-precision params are kept. None: the dtype of each param.
 
@@ -342,8 +341,9 @@ def averaged_params(
     A tree of the structure of `params`. May be called under ``jit``.
 
   Raises:
-    ValueError: `opt_state` holds no average, several averages of a leaf, averages of other params,
-      or the stacked averages of several runs, over which ``jax.vmap`` must map the call.
+    ValueError: `opt_state` holds no average, averages of other params, or the stacked averages of
+      several runs, over which ``jax.vmap`` must map the call; or `average_params` is not around the
+      whole optimizer.
 
   Examples:
     >>> import jax.numpy as jnp, optax, optax_boost

@@ -135,7 +135,7 @@ class _Batch(NamedTuple):
     weight: the weight of the micro-batch in its window.
     statistics: the mutable statistics after the forward pass, if they are averaged, by path.
     addend: a tree that the micro-batch adds to its window, or None.
-    added: what the backward pass has added to the window, or None.
+    added: the window's sum, if the backward pass has added the micro-batch, or None.
   """
 
   all_grads: optax.Updates
@@ -285,10 +285,16 @@ def _update(
   state: _state.StepState,
   batch: _Batch,
   window: _state.Window,
-  params: optax.Params | None,
+  weights: _Weights,
   inner_state: optax.OptState,
-) -> tuple[optax.Updates, optax.OptState]:
-  """Calls the optimizer's ``update``; multiplies the updates by the rate of each layer."""
+) -> tuple[optax.Params | None, optax.Updates, optax.OptState]:
+  """Calls the optimizer's ``update``; multiplies the updates by the rate of each layer.
+
+  Also returns the params that the optimizer sees: masters, params in float32, or the params.
+  """
+  params = batch.kept.take(weights.params)
+  if step.precision:
+    params = step.precision.read(params, weights.masters)
   grads, extra_args = _arguments(step, state, batch, window)
   update = batch.frozen.update if batch.frozen else step.inner.update
   updates, inner_state = update(grads, inner_state, params, **extra_args)
@@ -297,7 +303,7 @@ def _update(
     updates = step.layer_rates.scaled(updates, groups)
   if step.scaling and not step.precision:
     updates = step.scaling.cast(updates, batch.grads, batch.kept.take(batch.params))
-  return updates, inner_state
+  return params, updates, inner_state
 
 
 def _make(
@@ -309,8 +315,7 @@ def _make(
   inner_state: optax.OptState,
 ) -> tuple[_Updates, optax.OptState]:
   """Makes the optimizer's step; returns its updates."""
-  params = _read(step, batch, weights)
-  updates, inner_state = _update(step, state, batch, window, params, inner_state)
+  _, updates, inner_state = _update(step, state, batch, window, weights, inner_state)
   return _Updates(updates), inner_state
 
 
@@ -323,20 +328,13 @@ def _make_and_apply(
   inner_state: optax.OptState,
 ) -> tuple[_Weights, optax.OptState]:
   """Makes the optimizer's step; returns the new params and masters."""
-  params = _read(step, batch, weights)
-  updates, inner_state = _update(step, state, batch, window, params, inner_state)
+  params, updates, inner_state = _update(step, state, batch, window, weights, inner_state)
   new = _protocol.apply_updates(params, updates, inner_state)
   if not step.precision:
     return _Weights(batch.kept.put(weights.params, new)), inner_state
   kept = batch.kept.take(weights.params), weights.masters
   rounded, masters = step.precision.write(state.precision, kept, new, params, state.count)
   return _Weights(batch.kept.put(weights.params, rounded), masters), inner_state
-
-
-def _read(step: _slots.Step, batch: _Batch, weights: _Weights) -> optax.Params | None:
-  """Returns the params that the optimizer sees: masters, params in float32, or the params."""
-  params = batch.kept.take(weights.params)
-  return step.precision.read(params, weights.masters) if step.precision else params
 
 
 def _weights(step: _slots.Step, state: _state.StepState, batch: _Batch) -> _Weights:
@@ -357,8 +355,8 @@ def _check_result(
     return True
 
   def check(_: jax.Array) -> tuple[jax.Array]:
-    old = _read(step, batch, _weights(step, state, batch))
-    updates, inner_state = _update(step, state, batch, window, old, state.inner_state)
+    weights = _weights(step, state, batch)
+    old, updates, inner_state = _update(step, state, batch, window, weights, state.inner_state)
     # The check sees the new state in the dtypes in which it is kept, since a number that is finite
     # in float32 may be infinite in float16.
     inner_state = _arrays.cast_like(inner_state, state.inner_state)

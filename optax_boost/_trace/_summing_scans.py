@@ -49,7 +49,7 @@ _VIEWS = ("convert_element_type", "reduce_precision", "transpose")
 
 
 class Tokens(NamedTuple):
-  """What the loss passes on: forward anything, backward the sums.
+  """The arrays that the loss passes on: forward any values, backward the sums.
 
   Attributes:
     arrays: for each leaf, an array of the shape and dtype of its sum; None if it is always frozen.
@@ -91,16 +91,6 @@ def evaluate(
       values.append(_Leaf(leaf, number, tuple(range(leaf.ndim)), tuple(np.ravel(flags).tolist())))
   results = list(map(_as_array, evaluator.evaluate(program, [*values, *arguments])))
   return results, Tokens([evaluator.arrays.get(i) for i in range(len(leaves))], evaluator.scalars)
-
-
-def find_obstacles(
-  program: _types.Jaxpr, frozen: Sequence[Frozen], *, once: bool = False
-) -> list[str]:
-  """Returns for each leaf why its gradient can't be added layer by layer; "" if it can.
-
-  The leaves are the first arguments of the program; `frozen` and `once` are as in :func:`evaluate`.
-  """
-  return _find_uses(program, len(frozen)).find_obstacles(frozen, once)
 
 
 def _find_uses(program: _types.Jaxpr, count: int) -> "_Uses":

@@ -47,16 +47,15 @@ class FrozenLayers:
 
 
 def frozen_layers(
-  tx: optax.GradientTransformation,
+  step: _slots.Step | None,
   opt_state: optax.OptState,
   params: optax.Params,
   depth: int | None,
 ) -> FrozenLayers | None:
-  """Returns the layers that an optimizer with :func:`freeze_layers` freezes, or None.
+  """Returns the layers that a step with :func:`freeze_layers` freezes, or None.
 
   `depth` is the number of frozen groups, or None if the number is traced.
   """
-  step = _slots.step_of(tx)
   if step is None or step.freezing is None:
     return None
   groups = jax.tree.leaves(step.freezing.number_leaves(params))

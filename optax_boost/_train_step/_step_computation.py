@@ -51,7 +51,7 @@ _TRACED_DEPTH = (
 
 _WHOLE_GRADIENTS = (
   '`accumulate(..., not_finite="restart")` adds whole gradients in this step, not layer by layer'
-  " inside of the backward pass: {}."
+  " inside of the backward pass: how many groups are frozen is a traced number."
 )
 
 _UNUSED_WEIGHT = (
@@ -154,7 +154,7 @@ class StepComputation:
     traced = _traced_loss.TracedLoss(run_loss, (state.params, values), arguments)
     step = _slots.step_of(self.tx)
     loss_scale = state.opt_state.scaling.loss_scale if step and step.scaling else None
-    freezing = _frozen_layers.frozen_layers(self.tx, state.opt_state, state.params, depth)
+    freezing = _frozen_layers.frozen_layers(step, state.opt_state, state.params, depth)
     if freezing is not None and not freezing.is_static:
       self._warn_once(_TRACED_DEPTH)
     # A method that reads `layers` needs the loss as a jaxpr. The step then computes the loss from
@@ -173,7 +173,7 @@ class StepComputation:
     objective = _objective.Objective(
       loss, traced, values, value_groups, loss_scale, freezing, must_depend
     )
-    addition = self._addition(state.opt_state, freezing)
+    addition = self._addition(step, state.opt_state, freezing)
     added = None
     if addition is None:
       (value, (model_state, aux)), grad, new_values = objective.value_and_grad(state.params)
@@ -240,20 +240,20 @@ class StepComputation:
     return _state_placement.keep_placement(new_state, state, placement), metrics
 
   def _addition(
-    self, opt_state: optax.OptState, freezing: _frozen_layers.FrozenLayers | None
+    self,
+    step: _slots.Step | None,
+    opt_state: optax.OptState,
+    freezing: _frozen_layers.FrozenLayers | None,
   ) -> _addition.Addition | None:
     """Returns how the backward pass adds gradients to a window, or None if it does not."""
-    step = _slots.step_of(self.tx)
-    knows_depth = freezing is None or freezing.is_static
-    obstacle = _addition.find_obstacle(step, knows_depth=knows_depth)
-    if step is None or step.accumulation is None:
+    window = None if step is None else step.accumulation
+    if step is None or window is None or window.is_off or not window.restarts:
       return None
-    if obstacle:
-      if step.accumulation.restarts and not step.accumulation.is_off:
-        self._warn_once(_WHOLE_GRADIENTS.format(obstacle))
+    if freezing is not None and not freezing.is_static:
+      self._warn_once(_WHOLE_GRADIENTS)
       return None
     measures = step.spikes is not None or "gradient_norm" in self.metrics
-    return _addition.Addition(step, step.accumulation, opt_state, measures)
+    return _addition.Addition(step, window, opt_state, measures)
 
   def _weight(self, batch: _types.Batch, aux: Any) -> _types.ExtraArgs:
     """Returns the extra argument `weight` of ``tx.update``, by name, if the user passed it."""

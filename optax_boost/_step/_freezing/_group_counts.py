@@ -5,8 +5,7 @@ thousand steps, its moments are still zero but n is 1000, so its first steps are
 long. Here each group has a count. The optimizer's ``update`` is called once for each class of
 groups (groups that are always trained in the same steps), with the counts of the class. Each leaf,
 and each layer of a stacked leaf, takes the result of its class; XLA drops results that no leaf
-takes. This needs an ``update`` in which moments of different classes don't meet
-(:mod:`_dependence`).
+takes. This needs an ``update`` in which moments of different classes don't meet.
 """
 
 from collections.abc import Callable, Sequence
