@@ -63,12 +63,13 @@ def accumulate(
       that is computed on the device counts as 1.
     not_finite: what to do with a micro-batch whose gradient is not finite or makes the sum
       overflow. ``"drop"`` leaves it out, as if it had never come: it does not count in its window.
-      ``"keep"`` adds the micro-batch, so the mean is not finite, and `inner`, such as
-      ``optax.apply_if_finite``, can skip the step. None: as ``"keep"``. Gradients are then not
-      checked, which saves a pass. With a loss scale, masters or rounding, a micro-batch that is not
-      finite is left out in any case. ``"restart"`` begins the window again, and
-      :func:`make_train_step` then adds gradients inside of the backward pass, layer by layer, so
-      that the gradients of a scan over layers never exist at once.
+      ``"restart"`` begins the window again. ``"keep"`` adds the micro-batch, so the mean is not
+      finite, and `inner`, such as ``optax.apply_if_finite``, can skip the step. None: as
+      ``"keep"``. With a loss scale, masters or rounding that check gradients, a micro-batch that is
+      not finite is left out in any case. Unless a micro-batch must be judged before it is added, as
+      for ``"drop"``, :func:`make_train_step` adds gradients inside of the backward pass, layer by
+      layer, so that the gradients of a scan over layers never exist at once
+      (:meth:`TrainStep.explain`).
     axis_name: as for :func:`dynamic_loss_scale`; all devices drop the same micro-batches. The
       weights may differ between devices: if `inner` averages its gradients over the devices
       (``jax.lax.pmean``), the result is the mean over all examples.

@@ -59,9 +59,17 @@ class Step:
   @property
   def checks_gradients(self) -> bool:
     """Returns whether a batch is left out if its gradient is not finite."""
-    rounds = self.precision and not self.precision.checks_updates
+    rounds = self.precision and self.precision.check == "gradients"
     drops = self.accumulation and self.accumulation.not_finite in ("drop", "restart")
     return bool(self.scaling or rounds or drops)
+
+  @property
+  def adds_first(self) -> bool:
+    """Returns whether a micro-batch may be added to its window before its gradient is judged."""
+    window = self.accumulation
+    if window is None or window.is_off:
+      return False
+    return window.restarts or not (self.checks_gradients or self.spikes)
 
   @property
   def checks_updates(self) -> bool:

@@ -106,5 +106,8 @@ The modules, each of which imports those before it:
   _layer_groups   ``layer_groups``: makes groups of layers from their names
   _position_tables  finds the tables of learned positions
   _frozen_scans   evaluates a loss with frozen layers in its scans
+  _leaf_scans     finds the leaves that only scans slice, and evaluates a loss with such leaves
   _summing_scans  evaluates a loss whose backward pass adds gradients to sums, layer by layer
+  _layer_results  computes the results of an optimizer's step one layer at a time
+  _updating_scans  evaluates a loss whose backward pass updates params, layer by layer
 """

@@ -110,7 +110,7 @@ def _concatenate_all(
   ]
 
 
-def _compute_part(
+def compute_part(
   equation: _types.Equation, values: Sequence[jax.Array], axis: int, size: int
 ) -> jax.Array:
   """Computes an equation on parts of its operands; returns this part of the result.
@@ -126,9 +126,10 @@ def _compute_part(
       settings[key] = _placement.without_axes(value, (axis,), instead)
   if name == "sharding_constraint":
     return jax.lax.with_sharding_constraint(values[0], settings["sharding"])
-  if name == "reshape":
-    sizes = settings["new_sizes"]
-    settings["new_sizes"] = (*sizes[:axis], size, *sizes[axis + 1 :])
+  key = {"reshape": "new_sizes", "broadcast_in_dim": "shape"}.get(name)
+  if key is not None:
+    sizes = settings[key]
+    settings[key] = (*sizes[:axis], size, *sizes[axis + 1 :])
   (result,) = jax.tree.leaves(equation.primitive.bind(*values, **settings))
   return result
 
@@ -198,7 +199,7 @@ class SplitScans(_jaxpr.Evaluator[_Splittable]):
     result_axis = order.index(axis)
     sizes = [end - start for start, end in itertools.pairwise(bounds)]
     parts = [
-      _compute_part(equation, values, result_axis, size)
+      compute_part(equation, values, result_axis, size)
       for *values, size in zip(*split, sizes, strict=True)
     ]
     return _SplitArray(tuple(parts), result_axis)

@@ -136,6 +136,9 @@ class Evaluator(Interpreter[_Value]):
   def constant(self, value: Any) -> Any:
     return value
 
+  def operation(self, equation: _types.Equation, inputs: list[Any]) -> Sequence[Any]:
+    return self.bind(equation, inputs)
+
   def visit(self, equation: _types.Equation, inputs: list[_Value]) -> Sequence[_Value]:
     """Computes the results of an equation; enters plain calls.
 
@@ -157,16 +160,47 @@ class Evaluator(Interpreter[_Value]):
     """
     atoms = zip(equation.invars, values, strict=True)
     inputs = {atom: value for atom, value in atoms if not isinstance(atom, jax_core.Literal)}
-    names = {"arg_names": ("",) * len(inputs), "result_paths": ("",) * len(equation.outvars)}
-    program = self._template.replace(
-      constvars=[],
-      invars=list(inputs),
-      outvars=equation.outvars,
-      eqns=[equation],
-      effects=frozenset(equation.effects),
-      debug_info=self._template.debug_info._replace(**names),
-    )
+    program = _with_equations(self._template, [equation], list(inputs), equation.outvars)
     return jax_core.jaxpr_as_fun(jax_core.ClosedJaxpr(program, []))(*inputs.values())
+
+
+def _with_equations(
+  jaxpr: Any, equations: Sequence[_types.Equation], inputs: Sequence[Any], outputs: Sequence[Any]
+) -> Any:
+  """Returns a jaxpr with other equations, inputs and results, without constants."""
+  names = {"arg_names": ("",) * len(inputs), "result_paths": ("",) * len(outputs)}
+  return jaxpr.replace(
+    constvars=[],
+    invars=list(inputs),
+    outvars=list(outputs),
+    eqns=list(equations),
+    effects=frozenset().union(*(equation.effects for equation in equations)),
+    debug_info=jaxpr.debug_info._replace(**names),
+  )
+
+
+def constant_results(program: _types.Jaxpr) -> dict[int, jax.Array]:
+  """Computes the results of a program that do not depend on its arguments, by number."""
+  # Without calls, some of whose results may depend on arguments, and others not.
+  inline = functools.partial(Evaluator[Any]().run, program)
+  program = jax.make_jaxpr(lambda *arguments: inline(arguments))(*program.in_avals)
+  jaxpr = program.jaxpr
+  depending = set(jaxpr.invars)
+  equations = []
+  for equation in jaxpr.eqns:
+    if any(not isinstance(x, jax_core.Literal) and x in depending for x in equation.invars):
+      depending |= set(equation.outvars)
+    else:
+      equations.append(equation)
+  results = [
+    i
+    for i, x in enumerate(jaxpr.outvars)
+    if not isinstance(x, jax_core.Literal) and x not in depending
+  ]
+  outputs = [jaxpr.outvars[i] for i in results]
+  hoisted = _with_equations(jaxpr, equations, jaxpr.constvars, outputs)
+  values = jax_core.jaxpr_as_fun(jax_core.ClosedJaxpr(hoisted, []))(*program.consts)
+  return dict(zip(results, values, strict=True))
 
 
 def scan_operands(equation: _types.Equation) -> tuple[int, int]:

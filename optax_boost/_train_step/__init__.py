@@ -14,6 +14,8 @@ It knows no method by name: the class of a method's state declares what the meth
   _frozen_statistics       keeps the BatchNorm statistics of frozen layers unchanged
   _written_params          finds the params that a forward pass has changed
   _rejected_batch          restores statistics if a wrapper leaves a batch out
+  _explanation             says for each leaf whether its gradient exists as a whole
+  _backward_update         makes the optimizer's step inside of the backward pass
   _step_computation        computes a step and its extra arguments; this function is jitted
   _frozen_depth            reads how many groups of layers the next step freezes
   _background_compilation  compiles programs in a thread

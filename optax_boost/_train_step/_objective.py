@@ -107,7 +107,7 @@ class Objective:
         params, arguments, tokens, add, frozen[:count], once=addition.measures
       )
       if self.must_depend:
-        _require_dependence(value, tokens)
+        require_dependence(value, tokens)
       scaled = value if self.loss_scale is None else value.astype(jnp.float32) * self.loss_scale
       return (scaled, passed), (value, aux)
 
@@ -187,13 +187,13 @@ def _check_dependence(
 
   def checked(inputs: _traced_loss.Differentiated) -> tuple[_types.FloatScalar, Any]:
     value, aux = loss(inputs)
-    _require_dependence(value, inputs)
+    require_dependence(value, inputs)
     return value, aux
 
   return checked
 
 
-def _require_dependence(value: jax.Array, inputs: _types.Tree) -> None:
+def require_dependence(value: jax.Array, inputs: _types.Tree) -> None:
   """Raises ValueError if no derivative by `inputs` reaches a loss."""
   # Under `jax.grad`, the params and all values computed from the params are tracers of one type.
   if type(value) not in map(type, jax.tree.leaves(inputs)):

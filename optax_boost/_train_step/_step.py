@@ -258,6 +258,36 @@ class TrainStep:
 
     return step
 
+  def explain(
+    self, state: _train_state.TrainState, batch: _types.Batch, rng: jax.Array | None = None
+  ) -> dict[str, str]:
+    """Says for each leaf of the params whether its gradient exists as a whole, and why.
+
+    The arguments are as for a step, and may be abstract. Nothing is computed.
+
+    Returns:
+      A sentence for each leaf, by its path.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp, optax, optax_boost
+      >>> def loss_fn(params, x):
+      ...   x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params["layers"])
+      ...   return jnp.mean((x @ params["head"]) ** 2)
+      >>> step = optax_boost.make_train_step(loss_fn, optax.adamw(1e-3), update_in_backward=True)
+      >>> state = step.init({"head": jnp.ones(8), "layers": jnp.ones((4, 8, 8))})
+      >>> for leaf, text in step.explain(state, jnp.ones((2, 8))).items():
+      ...   print(f"{leaf}: {text}")
+      head: updated after the backward pass, since `dot_general` uses it outside of a scan
+      layers: updated in the backward pass, layer by layer
+    """
+    _check_call(state, rng)
+    explained: dict[str, str] = {}
+    step = dataclasses.replace(self.computation, explained=explained).step
+    depth, _ = self._depth.read(state.opt_state)
+    trace = functools.partial(step, depth=depth)
+    jax.eval_shape(trace, state, batch, rng, self.computation.data)
+    return explained
+
   def lower(
     self, state: _train_state.TrainState, batch: _types.Batch, rng: jax.Array | None = None
   ) -> jax.stages.Lowered:
@@ -331,6 +361,7 @@ def make_train_step(
   hold_frozen_statistics: bool = True,
   weight: str | _types.WeightFn | None = None,
   metrics: Sequence[str] = (),
+  update_in_backward: bool = False,
 ) -> TrainStep:
   """Makes a jitted train step for any optax transformation.
 
@@ -371,6 +402,10 @@ def make_train_step(
       micro-batch's; frozen layers don't count; a skipped step has its norm, too, which may be NaN.
       ``"learning_rate"``: the rate of the last step that the optimizer made, read from the state of
       ``optax.inject_hyperparams``. If there are several rates, the second is ``learning_rate_1``.
+    update_in_backward: whether the backward pass of a scan over layers updates each layer as soon
+      as its gradient is known, so that the gradients of the scan never exist at once. Params and
+      state are the same, but random numbers that the optimizer draws for each entry are others.
+      The optimizer must treat each layer by itself, as AdamW does. See :meth:`TrainStep.explain`.
 
   Returns:
     A :class:`TrainStep`, whose ``init(params)`` returns the state for ``step(state, batch)``.
@@ -378,7 +413,8 @@ def make_train_step(
   Raises:
     TypeError: when traced, if the loss does not return what the options say.
     ValueError: when called, if the state has several loss scales or several :func:`freeze_layers`,
-      or lacks the learning rate that `metrics` names.
+      or lacks the learning rate that `metrics` names; or, with `update_in_backward`, if the
+      optimizer needs the gradients of several layers at once, as for their global norm.
 
   Examples:
     >>> import jax.numpy as jnp, optax, optax_boost
@@ -400,8 +436,9 @@ def make_train_step(
     "hold_frozen_statistics": hold_frozen_statistics,
     "weight": weight,
     "metrics": _metrics.check_names(metrics),
+    "update_in_backward": update_in_backward,
   }
-  for name in ("has_aux", "has_model_state", "hold_frozen_statistics"):
+  for name in ("has_aux", "has_model_state", "hold_frozen_statistics", "update_in_backward"):
     _checks.check_bool(name, options[name])
   _checks.check_bool("donate", donate)
   _checks.check_callable(

@@ -30,6 +30,8 @@ from optax_boost._foundation import _checks, _types, _warnings
 from optax_boost._step import _addition, _apply_gradients, _nesting, _slots
 from optax_boost._trace import _layer_axes, _layer_groups, _losses
 from optax_boost._train_step import (
+  _backward_update,
+  _explanation,
   _frozen_layers,
   _frozen_statistics,
   _loss_output,
@@ -50,8 +52,8 @@ _TRACED_DEPTH = (
 )
 
 _WHOLE_GRADIENTS = (
-  '`accumulate(..., not_finite="restart")` adds whole gradients in this step, not layer by layer'
-  " inside of the backward pass: how many groups are frozen is a traced number."
+  "`accumulate` adds whole gradients in this step, not layer by layer inside of the backward pass:"
+  " how many groups are frozen is a traced number."
 )
 
 _UNUSED_WEIGHT = (
@@ -76,6 +78,7 @@ class StepComputation:
   Attributes:
     data: the arrays that the user's `full_grad_fn` binds, by name.
     warnings_given: the warnings given so far, so that no later trace of the step repeats them.
+    explained: a dict that a trace fills with what :meth:`TrainStep.explain` returns, or None.
     losses_checked: the structures of the params for which a trace has checked that the loss depends
       on them. Later traces don't check this, since the loss may be a constant for some batches.
   """
@@ -90,6 +93,8 @@ class StepComputation:
   hold_frozen_statistics: bool
   weight: str | _types.WeightFn | None
   metrics: tuple[str, ...]
+  update_in_backward: bool = False
+  explained: dict[str, str] | None = None
   warnings_given: set[str] = dataclasses.field(default_factory=set)
   losses_checked: set[_types.TreeDef] = dataclasses.field(default_factory=set)
 
@@ -174,15 +179,24 @@ class StepComputation:
       loss, traced, values, value_groups, loss_scale, freezing, must_depend
     )
     addition = self._addition(step, state.opt_state, freezing)
-    added = None
-    if addition is None:
+    added = made = None
+    if self.explained is not None:
+      frozen: list[Any] = [False] * len(jax.tree.leaves(state.params))
+      if freezing is not None and freezing.is_static:
+        frozen = [group < freezing.depth for group in freezing.groups]
+      way = addition, self.update_in_backward
+      self.explained.update(_explanation.explain(step, state.params, traced, frozen, *way))
+    if self.update_in_backward:
+      made = self._update(traced, values, batch).make(state.params, state.opt_state)
+      (value, (model_state, aux)), new_values = made.output, made.new_values
+      grad = _unknown(state.params)
+    elif addition is None:
       (value, (model_state, aux)), grad, new_values = objective.value_and_grad(state.params)
     else:
       (value, (model_state, aux)), added, new_values = objective.value_and_added(
         state.params, addition, lambda aux: self._weight(batch, aux[1])
       )
-      # Nothing reads these gradients; NaN would show it.
-      grad = jax.tree.map(lambda p: jnp.full_like(p, jnp.nan), state.params)
+      grad = _unknown(state.params)
     if must_depend:
       self.losses_checked.add(structure)
     # If the forward pass has changed params, the update is added to the changed params, as in Flax
@@ -218,13 +232,17 @@ class StepComputation:
       extra["model_state"] = model_state
     if freezing is not None:
       extra["frozen_groups"] = freezing.depth
-    params, opt_state = _apply_gradients.step_in_place(
-      self.tx, grad, state.opt_state, start, extra, added
-    )
+    if made is None:
+      params, opt_state = _apply_gradients.step_in_place(
+        self.tx, grad, state.opt_state, start, extra, added
+      )
+    else:
+      params, opt_state = made.params, made.opt_state
     if self.full_grad_fn is not None and not uses_full_gradient:
       self._warn_once(UNUSED_FULL_GRADIENT)
     rejected = _skipped_steps.left_out(state.opt_state, opt_state)
-    squares = None if added is None else added.squares
+    measured = made or added
+    squares = None if measured is None else measured.squares
     metrics = _metrics.step_metrics(
       self.metrics, value, grad, loss_scale, opt_state, rejected, squares
     )
@@ -239,6 +257,25 @@ class StepComputation:
     new_state = jax.tree.map(_train_state.drop_weak_type, new_state)
     return _state_placement.keep_placement(new_state, state, placement), metrics
 
+  def _update(
+    self,
+    traced: _traced_loss.TracedLoss,
+    values: list[jax.Array],
+    batch: _types.Batch,
+  ) -> _backward_update.BackwardUpdate:
+    """Returns how the backward pass makes the optimizer's step."""
+    arguments: dict[str, Any] = {"layers": _layer_axes.DeferredLayerAxes(traced.layers)}
+
+    def late_args(aux: Any) -> dict[str, Any]:
+      model_state, aux = aux
+      late = self._weight(batch, aux)
+      if self.has_model_state or _losses.is_stateful(self.loss_fn):
+        late["model_state"] = model_state
+      return late
+
+    measures = "gradient_norm" in self.metrics
+    return _backward_update.BackwardUpdate(self.tx, traced, values, arguments, late_args, measures)
+
   def _addition(
     self,
     step: _slots.Step | None,
@@ -247,7 +284,7 @@ class StepComputation:
   ) -> _addition.Addition | None:
     """Returns how the backward pass adds gradients to a window, or None if it does not."""
     window = None if step is None else step.accumulation
-    if step is None or window is None or window.is_off or not window.restarts:
+    if step is None or window is None or not step.adds_first:
       return None
     if freezing is not None and not freezing.is_static:
       self._warn_once(_WHOLE_GRADIENTS)
@@ -273,3 +310,8 @@ class StepComputation:
     if message not in self.warnings_given:
       self.warnings_given.add(message)
       _warnings.warn(message, _warnings.NoEffectWarning)
+
+
+def _unknown(params: optax.Params) -> optax.Updates:
+  """Returns NaN in place of gradients that nothing reads; NaN would show it."""
+  return jax.tree.map(lambda p: jnp.full_like(p, jnp.nan), params)

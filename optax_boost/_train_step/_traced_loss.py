@@ -16,8 +16,10 @@ from optax_boost._trace import (
   _frozen_scans,
   _jaxpr,
   _layer_axes,
+  _leaf_scans,
   _leaf_uses,
   _summing_scans,
+  _updating_scans,
 )
 
 # Params and replaced values: a pair.
@@ -63,7 +65,7 @@ class TracedLoss:
     values: Sequence[Any],
     tokens: _summing_scans.Tokens,
     add: _summing_scans.Add,
-    frozen: Sequence[_summing_scans.Frozen],
+    frozen: Sequence[_leaf_scans.Frozen],
     *,
     once: bool,
   ) -> tuple[tuple[_types.FloatScalar, Any], _summing_scans.Tokens]:
@@ -74,6 +76,28 @@ class TracedLoss:
       program, jax.tree.leaves(params), arguments, tokens, add, frozen, once=once
     )
     return jax.tree.unflatten(structure, outputs), tokens
+
+  def run_with_updates(
+    self,
+    params: Sequence[jax.Array],
+    values: Sequence[jax.Array],
+    updates: Sequence[_updating_scans.Update],
+    arrays: Sequence[Sequence[jax.Array]],
+    scalars: Any,
+  ) -> tuple[tuple[_types.FloatScalar, Any], Any]:
+    """Returns the loss and aux, and the scalars (:mod:`optax_boost._trace._updating_scans`)."""
+    program, structure = self._trace(self._inputs)
+    arguments = [*values, *jax.tree.leaves(self._arguments)]
+    outputs, scalars = _updating_scans.evaluate(
+      program, params, arguments, updates, arrays, scalars
+    )
+    return jax.tree.unflatten(structure, outputs), scalars
+
+  def shapes(self) -> tuple[jax.ShapeDtypeStruct, Any]:
+    """Returns the types of the loss and aux."""
+    program, structure = self._trace(self._inputs)
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in program.out_avals]
+    return jax.tree.unflatten(structure, shapes)
 
   def layers(self) -> _layer_axes.LayerAxes:
     """Returns the roles of the params' axes. The model state does not count as data."""

@@ -130,6 +130,19 @@ class TrainStep:
     model, optimizer, rngs = nnx.clone((model, optimizer, rngs))
     return lambda batch: self(model, optimizer, batch, *(rngs or (key,)))
 
+  def explain(
+    self,
+    model: _model.Model,
+    optimizer: nnx.Optimizer,
+    batch: _types.Batch,
+    rng: Rng | None = None,
+  ) -> dict[str, str]:
+    """Says what happens to each leaf's gradient, like :meth:`optax_boost.TrainStep.explain`."""
+    explained: dict[str, str] = {}
+    computation = dataclasses.replace(self._computation, explained=explained)
+    TrainStep(computation, donate=False).lower(model, optimizer, batch, rng)
+    return explained
+
   def lower(
     self,
     model: _model.Model,

@@ -1,4 +1,4 @@
-"""With ``not_finite="restart"`` the train step adds gradients inside of the backward pass."""
+"""Unless a micro-batch is judged first, its gradients are added inside of the backward pass."""
 
 import functools
 
@@ -90,10 +90,16 @@ def train(loss, tx, batches, params=None, **kwargs):
 
 
 @pytest.mark.parametrize(
-  ("name", "around"),
-  [*((name, "alone") for name in LOSSES), *(("a scan", a) for a in [*AROUND][1:])],
+  ("name", "around", "not_finite"),
+  [
+    *((name, "alone", "restart") for name in LOSSES),
+    *(("a scan", around, "restart") for around in [*AROUND][1:]),
+    *(("a scan", "alone", not_finite) for not_finite in (None, "keep")),
+  ],
 )
-def test_sums_of_the_backward_pass_are_those_of_whole_gradients(name, around, monkeypatch):
+def test_sums_of_the_backward_pass_are_those_of_whole_gradients(
+  name, around, not_finite, monkeypatch
+):
   """To the bit, with a window of two and clipping and Adam at its end; weights come from aux."""
   batches = jax.random.randint(jax.random.key(0), (6, 3), 0, 5)
 
@@ -101,7 +107,7 @@ def test_sums_of_the_backward_pass_are_those_of_whole_gradients(name, around, mo
     return loss_of(LOSSES[name])(params, tokens), {"tokens": 1.0 + tokens[0]}
 
   inner = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(1e-2))
-  tx = AROUND[around](optax_boost.accumulate(inner, 2, not_finite="restart"))
+  tx = AROUND[around](optax_boost.accumulate(inner, 2, not_finite=not_finite))
   run = functools.partial(train, loss, tx, batches, has_aux=True, weight="tokens")
   found = run()
   monkeypatch.setattr(_step_computation.StepComputation, "_addition", lambda *_: None)
@@ -189,3 +195,35 @@ def test_aux_may_have_params():
       state, found = step(state, batch)
     metrics.append(found["aux"])
   jax.tree.map(np.testing.assert_array_equal, metrics[1], metrics[0])
+
+
+@pytest.mark.parametrize(
+  ("not_finite", "around", "by_layer"),
+  [
+    ("restart", lambda tx: tx, True),
+    ("restart", optax_boost.dynamic_loss_scale, True),
+    ("keep", lambda tx: tx, True),
+    (None, functools.partial(optax_boost.master_weights, check=None), True),
+    ("drop", lambda tx: tx, False),
+    ("keep", optax_boost.dynamic_loss_scale, False),
+    (None, functools.partial(optax_boost.skip_spikes, factor=4.0), False),
+  ],
+)
+def test_a_step_says_which_gradients_are_added_layer_by_layer(not_finite, around, by_layer):
+  tx = around(optax_boost.accumulate(optax.adam(1e-2), 2, not_finite=not_finite))
+  step = optax_boost.make_train_step(loss_of(run_layers), tx)
+  state = jax.eval_shape(step.init, params_of())
+  texts = step.explain(state, jnp.zeros(3, int))
+  assert [*texts] == ["blocks/bias", "blocks/kernel", "embed", "head"]
+  assert all(("layer by layer" in texts[leaf]) == by_layer for leaf in [*texts][:2]), texts
+  assert ("`dot_general`" if by_layer else "exists as a whole") in texts["head"], texts
+
+
+@pytest.mark.parametrize("not_finite", [None, "keep"])
+def test_a_micro_batch_that_is_not_finite_spoils_its_own_window(not_finite):
+  """The optimizer sees NaN, and `apply_if_finite` skips the step; the next window is whole."""
+  tx = optax_boost.accumulate(optax.apply_if_finite(optax.sgd(1.0), 5), 2, not_finite=not_finite)
+  loss = lambda w, x: jax.lax.scan(lambda h, w: (h + jnp.sum(w) * x, None), 0.0, w)[0]  # noqa: E731
+  state, _ = train(loss, tx, jnp.array([1.0, np.nan, 3.0, 5.0]), jnp.zeros((2, 3)))
+  np.testing.assert_array_equal(state.params, np.full((2, 3), -4.0))
+  assert state.opt_state.inner_state.total_notfinite == 1

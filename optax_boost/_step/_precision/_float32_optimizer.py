@@ -28,7 +28,12 @@ class Float32Optimizer:
   method: str
   state_type: type[Any]
   key: jax.Array | None  # None: round to nearest
-  checks_updates: bool
+  check: str | None
+
+  @property
+  def checks_updates(self) -> bool:
+    """Returns whether a step is not made if its result would not be finite."""
+    return self.check == "updates"
 
   def init(self, params: optax.Params) -> Any:
     """Returns the initial state; `params` are in float32."""
@@ -131,12 +136,12 @@ def make_wrapper(
   inner: optax.GradientTransformation,
   key: jax.Array | int | None,
   axis_name: _types.AxisName | None,
-  check: str,
+  check: str | None,
 ) -> optax.GradientTransformationExtraArgs:
   """Checks the arguments, and fills the slot."""
-  _checks.check_name("check", check, ("updates", "gradients"))
+  _checks.check_name("check", check, ("updates", "gradients"), optional=True)
   key = None if key is None else _checks.as_key("key", key)
-  slot = Float32Optimizer(method, state_type, key, check == "updates")
+  slot = Float32Optimizer(method, state_type, key, check)
   return _wrapper.fill(inner, axis_name, precision=slot)
 
 

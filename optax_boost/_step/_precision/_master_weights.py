@@ -29,7 +29,7 @@ def master_weights(
   *,
   key: jax.Array | int | None = None,
   axis_name: _types.AxisName | None = None,
-  check: Literal["gradients", "updates"] = "gradients",
+  check: Literal["gradients", "updates"] | None = "gradients",
 ) -> optax.GradientTransformationExtraArgs:
   r"""Trains float32 copies of half-precision params, the masters; rounds them to the params.
 
@@ -45,7 +45,8 @@ def master_weights(
     key: a key of ``jax.random.key`` or a seed, to round the params stochastically: the mean error
       is zero. None: round to nearest. The masters are never rounded.
     axis_name: as for :func:`dynamic_loss_scale`.
-    check: as for :func:`dynamic_loss_scale`.
+    check: as for :func:`dynamic_loss_scale`. None: nothing is checked, so each step is made, and
+      the optimizer may update one layer before the gradients of the next are known.
 
   Returns:
     An :class:`optax.GradientTransformationExtraArgs` that needs `params`. Updates are float32

@@ -27,7 +27,7 @@ def stochastic_rounding(
   key: jax.Array | int,
   *,
   axis_name: _types.AxisName | None = None,
-  check: Literal["gradients", "updates"] = "gradients",
+  check: Literal["gradients", "updates"] | None = "gradients",
 ) -> optax.GradientTransformationExtraArgs:
   r"""Trains half-precision params without float32 masters, by rounding that is exact on average.
 
@@ -49,7 +49,8 @@ def stochastic_rounding(
     key: a key of ``jax.random.key`` or a seed. Steps with equal keys and counts round in the same
       way, on one device and sharded.
     axis_name: as for :func:`dynamic_loss_scale`.
-    check: as for :func:`dynamic_loss_scale`.
+    check: as for :func:`dynamic_loss_scale`. None: nothing is checked, so each step is made, and
+      the optimizer may update one layer before the gradients of the next are known.
 
   Returns:
     An :class:`optax.GradientTransformationExtraArgs` that needs `params`. Updates are as for

@@ -108,6 +108,7 @@ KINDS: dict[str | tuple[str, str], Kind] = {
   ),
   **dict.fromkeys(("dtype", "param_dtype", "accumulator_dtype"), kinds.FLOAT_DTYPE),
   **dict.fromkeys(("has_aux", "has_model_state", "donate", "hold_frozen_statistics"), kinds.FLAG),
+  ("make_train_step", "update_in_backward"): kinds.FLAG,
   **dict.fromkeys(("nesterov", "anneal", "include_partition_remainder"), kinds.FLAG),
   **dict.fromkeys(("fn_flag", "bias", "use_bias", "vmap_seeds", "progress"), kinds.FLAG),
   **dict.fromkeys(
