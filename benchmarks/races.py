@@ -355,13 +355,12 @@ def _alone(make: Callable[[], RaceResult], **kwargs: Any) -> Race:
   return Race(lambda: {heading: make()}, lambda results: results[heading].plot(**kwargs))
 
 
-_STEPS_AND_TIME = {"against": ("steps", "seconds")}
 _LOSS_TOO = {"against": ("steps",), "quantities": (_training.ACCURACY, "training loss")}
 RACES = {
   "large_batches": _alone(large_batches, **_LOSS_TOO),
   "normalized": dataclasses.replace(_alone(normalized), draw=None),
   "lars_start": dataclasses.replace(_alone(lars_start), draw=None),
-  "freezing": _alone(freezing, **_STEPS_AND_TIME),
+  "freezing": dataclasses.replace(_alone(freezing), draw=None),
   "svrg": _alone(convex, against=("gradient_evaluations", "seconds")),
   "centralize": Race(
     lambda: {

@@ -17,15 +17,19 @@ _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#
 def draw(result: Any, quantities: Sequence[str], against: Mapping[str, str]) -> "Figure":
   """Draws a ``RaceResult``: a row of panels for each quantity, a column for each budget.
 
-  `against` maps each budget to the label of its axis. Losses have a logarithmic axis.
+  `against` maps each budget to the label of its axis. Losses have a logarithmic axis. A budget that
+  equals another one at every point gets no panels of its own: both names are on one axis.
   """
   try:
     from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
   except ImportError as error:
     raise ImportError(
       '`RaceResult.plot` needs matplotlib. Install it, or run `pip install ".[race]"` in a clone of'
       " optax_boost."
     ) from error
+  against = _join_equal(result, against)
   # If there is one budget, the panels of all quantities are drawn in one row.
   rows, columns = (len(quantities), len(against)) if len(against) > 1 else (1, len(quantities))
   figure = Figure(figsize=(1 + 4.4 * columns, 0.6 + 3.6 * rows), dpi=150, layout="constrained")
@@ -49,7 +53,29 @@ def draw(result: Any, quantities: Sequence[str], against: Mapping[str, str]) -> 
     line[0].set_title(title, loc="left", fontsize=10, parse_math=False)
   for text in panels[0, 0].legend(frameon=False).get_texts():
     text.set_parse_math(False)
+  marks: list[Patch | Line2D] = []
+  if len(result.seeds) > 1:
+    marks += [Patch(color=_BASELINE_COLOUR, alpha=0.15, label="one standard deviation over seeds")]
+  if any(line.get_linestyle() == ":" for axes in figure.axes for line in axes.get_lines()):
+    end = "here a method is compared with the first: the cheaper of them ends"
+    marks += [Line2D([], [], color=_BASELINE_COLOUR, linestyle=":", label=end)]
+  if marks:
+    figure.legend(handles=marks, loc="outside lower left", frameon=False)
   return figure
+
+
+def _join_equal(result: Any, against: Mapping[str, str]) -> dict[str, str]:
+  """Leaves out budgets whose panels would look as an earlier one's, whose label then names both."""
+  joined: dict[str, str] = {}
+  for budget, label in against.items():
+    for other in joined:
+      totals = [(result.totals(name, other), result.totals(name, budget)) for name in result.curves]
+      if all(np.array_equal(*pair) for pair in totals):
+        joined[other] += f" = {label}"
+        break
+    else:
+      joined[budget] = label
+  return joined
 
 
 def _set_ticks(axes: "Axes", curves: Sequence[np.ndarray], quantity: str) -> None:
@@ -77,17 +103,12 @@ def _set_ticks(axes: "Axes", curves: Sequence[np.ndarray], quantity: str) -> Non
 def _draw_ends(
   axes: "Axes", result: Any, name: str, budget: str, colours: Mapping[str, str]
 ) -> None:
-  """Marks where a method is compared with the baseline: where the curve of one of them ends.
-
-  If the seeds are compared at different times, a band covers all of these.
-  """
+  """Marks where a method is compared with the baseline: where the curve of one of them ends."""
   ends = result.ends(name, budget)
   if not np.isfinite(ends).all():
     return
   totals = result.totals(result.baseline, budget)[:, -1]
   colour = colours[result.baseline if totals.mean() <= ends.mean() else name]
-  if np.ptp(ends):
-    axes.axvspan(ends.min(), ends.max(), color=colour, alpha=0.12, linewidth=0)
   axes.axvline(ends.mean(), color=colour, linestyle=":")
 
 

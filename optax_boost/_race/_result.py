@@ -369,7 +369,8 @@ class RaceResult:
     Args:
       quantities: the quantities to draw, each in a row of panels; None: the first quantity.
       against: the budgets on the horizontal axes, each in a column of panels: ``"steps"``,
-        ``"gradient_evaluations"``, ``"seconds"``. A single column is drawn as a row.
+        ``"gradient_evaluations"``, ``"seconds"``. A single column is drawn as a row. Budgets that
+        are equal for all methods, as steps and gradient evaluations often are, share one column.
 
     Returns:
       A matplotlib figure, which ``result.plot().savefig("race.png")`` saves.

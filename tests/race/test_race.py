@@ -606,7 +606,7 @@ def test_columns_have_a_row_for_each_method_seed_and_point(raced):
 def test_the_picture_has_a_panel_for_each_quantity_and_budget(raced):
   figure = raced.plot()
   labels = [axes.get_xlabel() for axes in figure.axes]
-  assert labels == ["steps", "gradient evaluations", "seconds on one seed"]
+  assert labels == ["steps = gradient evaluations", "seconds on one seed"]
   names = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
   assert names == ["sgd", "fast", "wild (diverged)"]
   curve = figure.axes[0].get_lines()[1].get_data()
@@ -616,8 +616,27 @@ def test_the_picture_has_a_panel_for_each_quantity_and_budget(raced):
   assert titles == ["error", "training loss (logarithmic)"]
 
 
+def test_only_budgets_that_differ_for_a_method_have_panels_of_their_own():
+  dear = ([[6, 4, 2], [4, 3, 1], [4, 3, 1]], (2, 4, 6), (1.5, 3.5, 5.0))
+  labels = [axes.get_xlabel() for axes in result_of(sgd=SLOW, dear=dear).plot().axes]
+  assert labels == ["steps", "gradient evaluations", "seconds on one seed"]
+
+
+def test_the_legend_says_what_shades_and_dotted_lines_are():
+  def marks(result, **kwargs):
+    return [t.get_text() for legend in result.plot(**kwargs).legends for t in legend.get_texts()]
+
+  raced = result_of(sgd=SLOW, cheap=CHEAP)
+  shade, dotted = marks(raced)
+  assert shade == "one standard deviation over seeds"
+  assert dotted == "here a method is compared with the first: the cheaper of them ends"
+  assert marks(raced, against=["steps"]) == [shade]
+  alone = {"sgd": (SLOW[0][:1],), "adam": (QUICK[0][:1],)}
+  assert marks(result_of(**alone), against=["steps"]) == []
+
+
 def test_dotted_lines_mark_where_the_cheaper_of_each_pair_ends():
-  axes = result_of(sgd=SLOW, adam=QUICK, cheap=CHEAP).plot().figure.axes[2]
+  axes = result_of(sgd=SLOW, adam=QUICK, cheap=CHEAP).plot().figure.axes[1]
   curves = {line.get_label(): line.get_color() for line in axes.get_lines()}
   dotted = [line for line in axes.get_lines() if line.get_linestyle() == ":"]
   ends = {line.get_xdata()[0]: line.get_color() for line in dotted}
