@@ -4,7 +4,7 @@ With ``--counts``: what step counts of their own cost the groups.
 """
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 import contextlib
 import pathlib
 import time
@@ -13,9 +13,10 @@ from typing import Any
 from flax import linen as nn
 import jax
 import jax.numpy as jnp
+from matplotlib.figure import Figure
 import optax
 
-from benchmarks import _harness
+from benchmarks import _harness, plot
 import optax_boost
 import optax_boost.linen
 
@@ -252,6 +253,20 @@ def compare_counts(batch: Any, rounds: int) -> list[Any]:
   return [*comparisons, _harness.compare(timed, [shared], rounds, title)]
 
 
+def picture(ours: Mapping[str, Any], beside_theirs: Mapping[str, Any]) -> Figure:
+  """Draws the time of a step by frozen groups, ours and MindSpore's, each over its own unfrozen."""
+  measured = {
+    "freeze_layers": (ours, "{} frozen", _PLAIN),
+    "MindSpore's freeze_cell": (beside_theirs, "MindSpore freeze_cell, {} frozen", _THEIR_PLAIN),
+  }
+  lines = {}
+  for name, (comparison, row_name, plain) in measured.items():
+    rows = {row["name"]: row["ratios"][plain] for row in comparison["rows"]}
+    lines[name] = [(depth, rows[row_name.format(depth)]) for depth in _DEPTHS]
+  title = "ResNet-20: time of a train step / time without freezing"
+  return plot.ratios(lines, f"frozen groups of {_GROUPS}", title, _PLAIN)
+
+
 def main() -> None:
   """Measures both models and writes the table."""
   parser = argparse.ArgumentParser(description=__doc__)
@@ -282,6 +297,8 @@ def main() -> None:
     beside_mindspore("CNN beside MindSpore", "cnn", cnn, images, min(rounds, 3)),
   ]
   _harness.write("freezing", _ABOUT, comparisons, where, options.out)
+  if options.out == _harness.HERE / "results":
+    plot.small(picture(comparisons[1], comparisons[3]), plot.FIGURES / "freezing.png")
 
 
 if __name__ == "__main__":

@@ -147,7 +147,18 @@ def main() -> None:
   where = _harness.machine(["jax", "jaxlib", "optax", "numpy"])
   _harness.write("growth", _ABOUT, comparisons, where, options.out)
   if options.out == _harness.HERE / "results":
-    plot.small(plot.growth(comparisons), plot.FIGURES / "growth.png")
+    lines = {
+      name: [
+        (found["at"], row["ratios"][_BASE])
+        for found in comparisons
+        for row in found["rows"]
+        if found["axis"] == "parameters" and row["name"] == name
+      ]
+      for name in METHODS
+    }
+    title = f"time of one optimizer step / time of {_BASE}'s"
+    figure = plot.ratios(lines, "parameters", title, _BASE, "log")
+    plot.small(figure, plot.FIGURES / "growth.png")
 
 
 if __name__ == "__main__":

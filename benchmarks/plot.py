@@ -2,12 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 import io
-import math
 import pathlib
-from typing import Any, Literal
+from typing import Literal
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 from matplotlib.text import Text
 from matplotlib.ticker import LogLocator
 from PIL import Image
@@ -24,7 +24,6 @@ BLUE, ORANGE, GREEN, PINK, YELLOW, SKY = COLOURS = (
   "#56B4E9",
 )
 OURS, OTHERS = BLUE, "#9A9A9A"
-_COMPILE = "trace and compile, s"
 
 
 def clean(axes: Axes, grid: Literal["both", "x", "y"] = "both") -> None:
@@ -34,65 +33,43 @@ def clean(axes: Axes, grid: Literal["both", "x", "y"] = "both") -> None:
   axes.spines[["top", "right"]].set_visible(False)
 
 
-def growth(comparisons: Sequence[Mapping[str, Any]]) -> Figure:
-  """Draws ratios to the first reference along each axis, and the seconds to compile by leaves.
+def ratios(
+  lines: Mapping[str, Sequence[tuple[float, Sequence[float]]]],
+  xlabel: str,
+  title: str,
+  reference: str,
+  scale: Literal["linear", "log"] = "linear",
+) -> Figure:
+  """Draws ratios of times between their quartiles, and a line at 1 for the reference.
 
   Args:
-    comparisons: what `_harness.compare` returned, with the `axis` and where they are `at` on it.
+    lines: by name, the places on the horizontal axis and the quartiles there.
+    xlabel: the name of the horizontal axis.
+    title: the ratio.
+    reference: the name of the line at 1.
+    scale: of both axes.
   """
-  along: dict[str, list[Mapping[str, Any]]] = {}
-  for comparison in comparisons:
-    along.setdefault(comparison["axis"], []).append(comparison)
-  panels = [(axis, "time") for axis in along]
-  if "leaves" in along:  # the seconds beside the ratios
-    panels.insert(panels.index(("leaves", "time")) + 1, ("leaves", _COMPILE))
-  colours: dict[str, Any] = {}
-  figure = Figure(figsize=(7.5, 3.1 * math.ceil(len(panels) / 2)), layout="constrained")
-  places = figure.subplots(math.ceil(len(panels) / 2), 2, squeeze=False).ravel()
-  for axes, (axis, what) in zip(places, panels, strict=False):
-    reference = along[axis][0]["references"][0]
-    lines: dict[str, list[Any]] = {}
-    for comparison in along[axis]:
-      for row in comparison["rows"]:
-        if what == _COMPILE:
-          lines.setdefault(row["name"], []).append((comparison["at"], [row["facts"][_COMPILE]] * 3))
-        elif row["name"] != reference:
-          lines.setdefault(row["name"], []).append((comparison["at"], row["ratios"][reference]))
-    for name, points in lines.items():
-      at, values = zip(*points, strict=True)
-      low, median, high = zip(*values, strict=True)
-      colour = colours.setdefault(name, COLOURS[sum(c != OTHERS for c in colours.values())])
-      axes.fill_between(at, low, high, color=colour, alpha=0.15, linewidth=0)
-      axes.plot(at, median, marker="o", color=colour, label=name)
-    axes.set(xscale="log", yscale="log", xlabel=axis, xticks=[c["at"] for c in along[axis]])
-    axes.xaxis.set_major_formatter(_short)
-    axes.minorticks_off()
-    clean(axes)
-    title = what
-    if what != _COMPILE:
-      axes.axhline(1, color=colours.setdefault(reference, OTHERS), label=reference)
-      title = f"time / time of {reference}"
+  figure = Figure(figsize=(7.5, 3.8), layout="constrained")
+  axes = figure.subplots()
+  axes.axhline(1, color=OTHERS, label=reference)
+  for colour, (name, points) in zip(COLOURS, lines.items(), strict=False):
+    at, values = zip(*points, strict=True)
+    low, median, high = zip(*values, strict=True)
+    axes.fill_between(at, low, high, color=colour, alpha=0.15, linewidth=0)
+    axes.plot(at, median, marker="o", color=colour, label=name)
+  axes.set(xscale=scale, yscale=scale, xlabel=xlabel)
+  if scale == "log":
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter("{x:g}")
-    alone = f"{next(iter(lines))}: " if len(lines) == 1 else ""
-    axes.set_title(alone + title, loc="left", fontsize=10)
-  shown = {
-    label: handle
-    for axes in places[: len(panels)]
-    for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
-  }
-  for axes in places[len(panels) :]:
-    axes.set_axis_off()
-  # The four axes make five panels; the sixth place is the legend's.
-  places[-1].legend(shown.values(), shown, loc="center left", frameon=False, fontsize=10)
+  else:
+    axes.set_ylim(bottom=0)
+  axes.minorticks_off()
+  clean(axes)
+  axes.set_title(title, loc="left", fontsize=11)
+  handles, labels = axes.get_legend_handles_labels()
+  handles.append(Patch(color=OTHERS, alpha=0.3))
+  figure.legend(handles, [*labels, "shade: quartiles"], loc="outside right", frameon=False)
   return figure
-
-
-def _short(value: float, _: object) -> str:
-  """A power of ten as such from 10,000 on, thousands with a k."""
-  if value >= 1e4:
-    return f"$10^{{{round(math.log10(value))}}}$"
-  return f"{value / 1000:g}k" if value >= 1000 else f"{value:g}"
 
 
 def small(figure: Figure, path: pathlib.Path) -> None:
