@@ -82,6 +82,41 @@ def test_a_card_says_all_that_a_card_must(card):
 
 
 README = DOCS.parent / "README.md"
+# A figure has two digits, a point or an exponent. Names (`ResNet-50`) and powers don't count; what
+# stands after ± or in an interval belongs to the figure before it.
+_FIGURE = re.compile(r"(?<![\w.#^*/-])(?:\d[\d,]*[.\d]\d*(?:e[+-]?\d+)?|\de[+-]?\d+)(?!\w)")
+_NOT_PROSE = re.compile(
+  r"^```.*?^```|`[^`\n]*`|\]\([^)]*\)|^ *\|.*$|\[\d{4}\.\d{5}\]|± [\d.]+|\[[\d., ]+\]",
+  re.MULTILINE | re.DOTALL,
+)
+
+
+def figures(text):
+  """The figures of each paragraph or item, without code, links and tables."""
+  return [_FIGURE.findall(part) for part in re.split(r"\n\s*\n|\n(?=- )", _NOT_PROSE.sub("", text))]
+
+
+def test_figures_are_counted_without_names_tables_and_intervals():
+  text = (
+    "ResNet-50 at L + 1: 0.58 [0.50, 0.62] or 1e-6, not 97.3 ± 0.2 % of `x[10]`.\n- 1,024\n| 99 |"
+  )
+  assert figures(text) == [["0.58", "1e-6", "97.3"], ["1,024"]]
+
+
+@pytest.mark.parametrize("card", CARDS, ids=lambda p: p.stem)
+def test_a_card_has_at_most_one_figure_a_paragraph_before_its_measurements(card):
+  above, measured, _ = card.read_text(encoding="utf-8").partition("\n## Measured\n")
+  assert measured
+  assert not [found for found in figures(above) if len(found) > 1], "move them below 'Measured'"
+
+
+def test_readme_is_one_screen_before_its_first_program():
+  above, program, _ = README.read_text(encoding="utf-8").partition("```python")
+  assert program
+  text = re.sub(r"!\[[^]]*\]\([^)]*\)|\]\([^)]*\)|[`*|#\[]|---", " ", above)
+  assert len(text.split()) <= 180
+  assert len(re.findall(r"\b\d[\d.,]*", text)) <= 8
+  assert above.index("![") < above.index("|")
 
 
 @pytest.mark.parametrize("page", [README, *PAGES], ids=lambda p: str(p.relative_to(DOCS.parent)))
