@@ -167,7 +167,9 @@ def test_the_report_says_so_if_a_level_gains_no_time(examples):
   assert "O1 did not get to O0's loss of 2.000: it ended at 2.010, after 0.80 of O0's time" in text
   assert "O1 got" not in text
   assert "O1\nkept sequences whole, as O0 does." in text
-  assert "O1 never gets" in " ".join(titles(report.picture(found)))
+  assert "no time on this device" in " ".join(titles(report.picture(found)))
+  found = results(examples, [3.0, 2.4, 2.1, 2.01])
+  assert "never the same loss" in " ".join(titles(report.picture(found)))
 
 
 class Clock:
