@@ -126,7 +126,8 @@ def scale_by_lars_trust_ratio(
 
   Args:
     trust_coefficient: :math:`\eta`, the size of a step relative to the weights. Raising it makes
-      every layer's steps longer. The default is the paper's, MXNet's and optax's.
+      every layer's steps longer. The default is the paper's, MXNet's and optax's, so that rates
+      carry over; without such a rate start with 0.01.
     weight_decay: :math:`\lambda`; raising it shrinks weights faster and lowers the ratio.
     eps: :math:`\epsilon`; keeps the ratio bounded for tiny gradients.
     clip: bound on each gradient entry, applied before the decay is added. As in MXNet, the ratio
@@ -198,7 +199,8 @@ def lars(
     weight_decay: :math:`\lambda`; raising it shrinks weights faster and lowers the ratio.
     momentum: :math:`\mu`; raising it averages over more steps. None: no momentum.
     trust_coefficient: :math:`\eta`. Kernels move at `learning_rate` times `trust_coefficient`,
-      biases and normalizations at `learning_rate`.
+      biases and normalizations at `learning_rate`. Start with 0.01 and a peak rate of 0.5; the
+      default, 0.001, needs rates that are often too high for biases.
     eps: as in :func:`scale_by_lars_trust_ratio`.
     nesterov: whether to use Nesterov momentum.
     clip: as in :func:`scale_by_lars_trust_ratio`, a bound on each gradient entry.
@@ -216,8 +218,8 @@ def lars(
 
   Examples:
     >>> import jax, jax.numpy as jnp, optax, optax_boost
-    >>> rate = optax.cosine_decay_schedule(10.0, decay_steps=100)
-    >>> tx = optax_boost.lars(rate, weight_decay=1e-4)
+    >>> rate = optax.cosine_decay_schedule(0.5, decay_steps=100)
+    >>> tx = optax_boost.lars(rate, trust_coefficient=0.01, weight_decay=1e-4)
     >>> params = {"kernel": jnp.ones((3, 2))}
     >>> loss = lambda p: jnp.sum((p["kernel"] - 2.0) ** 2)
     >>> state = tx.init(params)
