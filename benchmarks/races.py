@@ -361,7 +361,7 @@ RACES = {
   "normalized": dataclasses.replace(_alone(normalized), draw=None),
   "lars_start": dataclasses.replace(_alone(lars_start), draw=None),
   "freezing": dataclasses.replace(_alone(freezing), draw=None),
-  "svrg": _alone(convex, against=("gradient_evaluations", "seconds")),
+  "svrg": _alone(convex, against=("gradient_evaluations",)),
   "centralize": Race(
     lambda: {
       "Centralization by learning rate: one BatchNorm": centralization(CNN),
