@@ -41,8 +41,6 @@ _ALIGNED = (
   *("transpose", "reshape", "broadcast_in_dim", "squeeze", "dot_general"),
   *("reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_prod", "reduce_sum"),
 )
-# The rooms of this package through which each step goes.
-_OWN = ("_step", "_precision", "_train_step", "_foundation", "_trace")
 _DERIVATIVE_CALLS = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
 
 
@@ -305,10 +303,12 @@ def _reason(flat: _Program, wanted: _Slice, sources: Sequence[frozenset[int]]) -
 def _maker(equation: _types.Equation) -> str:
   """Returns the function that made the update function in which an equation stands."""
   traceback = getattr(equation.source_info, "traceback", None)
-  for frame in getattr(traceback, "frames", ()):
+  for frame in getattr(traceback, "frames", ()):  # the innermost comes first
     maker, inside, _ = frame.function_name.partition(".<locals>.")
     *_, folder, file = ["", *pathlib.PurePath(frame.file_name).parts]
-    if inside and folder not in _OWN and "/jax/" not in frame.file_name:
+    if folder in ("_step", "_precision"):
+      break  # what wrappers do themselves, or what calls the optimizer
+    if inside and folder not in ("_foundation", "_form") and "/jax/" not in frame.file_name:
       # A private function of this package has the module of a method.
       return f"`{file.removesuffix('.py').lstrip('_') if maker.startswith('_') else maker}`"
   return f"an equation `{equation.primitive.name}`"
