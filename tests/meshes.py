@@ -4,8 +4,10 @@
 with one GPU on that.
 """
 
+import collections
 from collections.abc import Sequence
 import math
+import re
 
 import jax
 import pytest
@@ -24,3 +26,12 @@ def mesh(sizes: Sequence[int], names: Sequence[str], *kinds: str) -> jax.shardin
   types = tuple(jax.sharding.AxisType[kind] for kind in kinds)
   types *= len(sizes) // len(types)
   return jax.make_mesh(sizes, names, axis_types=types, devices=devices(math.prod(sizes)))
+
+
+def collectives(program, size):
+  """Counts the collectives with a result of at least `size` entries."""
+  names = "all-reduce|all-gather|reduce-scatter|collective-permute|all-to-all"
+  found = re.findall(rf"= (\S+|\([^)]*\)) ({names})(?:-start)?\(", program.as_text())
+  shapes = [(name, re.findall(r"\[([\d,]*)\]", types)) for types, name in found]
+  large = lambda shape: math.prod(map(int, filter(None, shape.split(",")))) >= size  # noqa: E731
+  return collections.Counter(name for name, shapes in shapes if any(map(large, shapes)))

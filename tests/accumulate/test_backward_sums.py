@@ -10,6 +10,7 @@ import pytest
 
 import optax_boost
 from optax_boost._train_step import _step_computation
+from tests import meshes
 
 LAYERS, WIDTH = 4, 8
 
@@ -227,3 +228,26 @@ def test_a_micro_batch_that_is_not_finite_spoils_its_own_window(not_finite):
   state, _ = train(loss, tx, jnp.array([1.0, np.nan, 3.0, 5.0]), jnp.zeros((2, 3)))
   np.testing.assert_array_equal(state.params, np.full((2, 3), -4.0))
   assert state.opt_state.inner_state.total_notfinite == 1
+
+
+@pytest.mark.parametrize("spec", [(), (None, "x"), (None, None, "x")], ids=["data", "in", "out"])
+def test_sharded_sums_have_the_collectives_of_whole_gradients(spec, monkeypatch):
+  """Data parallel and FSDP, in windows of two: the same values, places, and bytes sent."""
+  mesh = meshes.mesh((8,), ("x",))
+  place = lambda x, *s: jax.device_put(x, jax.NamedSharding(mesh, jax.P(*s)))  # noqa: E731
+  params = jax.tree.map(place, params_of(width=16))
+  params["blocks"]["kernel"] = place(params["blocks"]["kernel"], *spec)
+  batches = place(jax.random.randint(jax.random.key(0), (2, 16), 0, 5), None, "x")
+  tx = optax_boost.accumulate(optax.adam(1e-2), 2, not_finite="restart")
+  found = []
+  for _ in range(2):
+    step = optax_boost.make_train_step(loss_of(run_layers), tx)
+    program = step.lower(step.init(params), batches[0]).compile()
+    new, _ = train(loss_of(run_layers), tx, batches, params)
+    places = jax.tree.map(lambda x: x.sharding.spec, new)
+    found.append((new, places, meshes.collectives(program, 16 * 16)))
+    monkeypatch.setattr(_step_computation.StepComputation, "_addition", lambda *_: None)
+  (inside, places, sent), (whole, places_of_whole, sent_of_whole) = found
+  jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-6, atol=1e-7), inside, whole)
+  assert (places, sent) == (places_of_whole, sent_of_whole)
+  assert sum(sent.values()) == (3 if spec else 1)

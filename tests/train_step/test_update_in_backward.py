@@ -1,9 +1,6 @@
 """With ``update_in_backward=True`` the optimizer's step is made in the backward pass, by layer."""
 
-import collections
 import functools
-import math
-import re
 
 from flax import linen as nn, nnx
 import jax
@@ -314,15 +311,6 @@ def test_steps_are_scanned_mapped_and_compiled_ahead():
   jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-6, atol=1e-7), *ways)
 
 
-def collectives(program, size):
-  """Counts the collectives with a result of at least `size` entries."""
-  names = "all-reduce|all-gather|reduce-scatter|collective-permute|all-to-all"
-  found = re.findall(rf"= (\S+|\([^)]*\)) ({names})(?:-start)?\(", program.as_text())
-  shapes = [(name, re.findall(r"\[([\d,]*)\]", types)) for types, name in found]
-  large = lambda shape: math.prod(map(int, filter(None, shape.split(",")))) >= size  # noqa: E731
-  return collections.Counter(name for name, shapes in shapes if any(map(large, shapes)))
-
-
 @pytest.mark.parametrize("spec", [(), (None, "x"), (None, None, "x")], ids=["data", "in", "out"])
 def test_sharded_layers_are_updated_where_they_are(spec):
   """Data parallel and FSDP: the same values, places, and no collective of a layer more."""
@@ -339,7 +327,9 @@ def test_sharded_layers_are_updated_where_they_are(spec):
     state = step.init(params)
     program = step.lower(state, batch).compile()
     new, _ = step(state, batch)
-    found.append((new, collectives(program, 16 * 16), jax.tree.map(lambda x: x.sharding.spec, new)))
+    found.append(
+      (new, meshes.collectives(program, 16 * 16), jax.tree.map(lambda x: x.sharding.spec, new))
+    )
   (after, sent, places), (inside, sent_inside, places_inside) = found
   jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-6, atol=1e-7), after, inside)
   assert places == places_inside
