@@ -28,6 +28,7 @@ class Made(NamedTuple):
     opt_state: the new state.
     new_values: the values that the gradient replaces.
     squares: the sum of the squares of the gradient, if it is measured.
+    scans: how many scans update their leaves.
   """
 
   output: tuple[_types.FloatScalar, Any]
@@ -35,6 +36,7 @@ class Made(NamedTuple):
   opt_state: optax.OptState
   new_values: list[jax.Array]
   squares: _types.FloatScalar
+  scans: int
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -100,6 +102,7 @@ class BackwardUpdate:
       jax.tree.unflatten(state_structure, new[count:]),
       list(map(_replaced_values.keep_unused, self.values, new_values)),
       squares,
+      len(scans),
     )
 
   def _update(

@@ -56,6 +56,11 @@ _WHOLE_GRADIENTS = (
   " how many groups are frozen is a traced number."
 )
 
+_NO_SCANS = (
+  "`update_in_backward` saves no memory in this step: no leaf of the params is only sliced by one"
+  " `jax.lax.scan` (`nn.scan`, `nnx.scan`) over layers. `step.explain` says what uses each leaf."
+)
+
 _UNUSED_WEIGHT = (
   "`weight` has no effect in this step: its optimizer accumulates no gradients, so each step uses"
   " the mean over its own batch. Put `optax_boost.accumulate(..., every=n)` around the optimizer,"
@@ -190,6 +195,8 @@ class StepComputation:
       made = self._update(traced, values, batch).make(state.params, state.opt_state)
       (value, (model_state, aux)), new_values = made.output, made.new_values
       grad = _unknown(state.params)
+      if not made.scans:
+        self._warn_once(_NO_SCANS)
     elif addition is None:
       (value, (model_state, aux)), grad, new_values = objective.value_and_grad(state.params)
     else:

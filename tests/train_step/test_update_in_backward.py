@@ -190,6 +190,15 @@ def test_what_needs_all_gradients_is_refused_by_name(tx, name):
   refused(tx, name)
 
 
+def test_a_loss_without_a_scan_over_layers_is_told():
+  loss = lambda params, x: jnp.mean((x @ params) ** 2)  # noqa: E731
+  step = optax_boost.make_train_step(loss, optax.adam(0.1), update_in_backward=True)
+  state = step.init(jnp.ones(3))
+  with pytest.warns(UserWarning, match="`update_in_backward` saves no memory"):
+    state, _ = step(state, jnp.eye(3))
+  np.testing.assert_allclose(state.params, np.full(3, 0.9), rtol=1e-6)
+
+
 def test_no_gradients_of_a_scan_exist_at_once():
   """The temporaries shrink by the gradients of the stack, with Adam and with plain SGD."""
   params = params_of(16, 64)
