@@ -11,6 +11,7 @@ The modules, each of which imports those before it; wrappers don't import each o
   _kept_leaves      keeps leaves that no step trains from the optimizer
   _nesting          refuses a step below the root that must be the root
   _addition         adds gradients to a window inside of the backward pass
+  _device_sums      keeps a window's sum of gradients on each device, and reduces these sums
   _run              makes the state, and makes a step: a list of paragraphs
   _wrapper          fills a slot, and makes the transformation of a step
   _apply_gradients  ``apply_gradients``: a step in place

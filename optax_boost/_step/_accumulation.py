@@ -10,7 +10,7 @@ import optax
 
 from optax_boost._form import _protocol
 from optax_boost._foundation import _arrays, _checks, _extra_args, _types
-from optax_boost._step import _state, _wrapper
+from optax_boost._step import _device_sums, _state, _wrapper
 
 _METHOD = "accumulate"
 # The extra arguments that are functions of the params, for one batch.
@@ -26,9 +26,11 @@ class AccumulateState(NamedTuple):
     count: scalar int32, the number of micro-batches so far in the current window; 0 when a window
       has ended. A window is the micro-batches whose mean gradient the inner optimizer gets.
     inner_count: scalar int32, the number of calls of the inner optimizer, including skipped steps.
-    weight_sum: scalar float32 (float64 under x64), the sum of the weights in the current window.
+    weight_sum: scalar float32 (float64 under x64), the sum of the weights in the current window,
+      with `batch_sharding` of all devices.
     value_sum: scalar float32 (float64 under x64), the weighted sum of the window's losses.
-    accumulator: tree of the params' structure, the weighted sum of the window's gradients.
+    accumulator: tree of the params' structure, the weighted sum of the window's gradients. With
+      `batch_sharding`, a leaf has a leading axis with the sum of each device.
   """
 
   count: _types.IntScalar  # type: ignore[assignment]  # tuples have a method of this name
@@ -44,6 +46,7 @@ def accumulate(
   *,
   not_finite: Literal["drop", "keep", "restart"] | None = "drop",
   axis_name: _types.AxisName | None = None,
+  batch_sharding: jax.sharding.NamedSharding | None = None,
 ) -> optax.GradientTransformationExtraArgs:
   r"""Averages the gradients of `every` micro-steps before one step of `inner`.
 
@@ -73,6 +76,12 @@ def accumulate(
     axis_name: as for :func:`dynamic_loss_scale`; all devices drop the same micro-batches. The
       weights may differ between devices: if `inner` averages its gradients over the devices
       (``jax.lax.pmean``), the result is the mean over all examples.
+    batch_sharding: how the batches lie on a mesh, as ``jax.NamedSharding(mesh, jax.P("data"))``. In
+      data-parallel training on whole params, gradients are then reduced once per window, and not in
+      each micro-batch. The train step computes the loss on each device for the device's own rows,
+      in ``jax.shard_map``, and each device keeps its own sum. The loss must be a mean over rows, or
+      over what `weight` counts. See the guide on data-parallel training for what this changes in
+      BatchNorm, dropout, aux and gradient norms. None: gradients are those of the whole batch.
 
   Returns:
     An :class:`optax.GradientTransformationExtraArgs`. Its ``update`` takes an optional `weight`,
@@ -85,7 +94,8 @@ def accumulate(
   Raises:
     ValueError: in ``init``: `inner` holds :func:`svrg`, which would compare the mean gradient with
       a gradient of the last micro-batch alone; in ``update``: `inner` calls `value_fn` or
-      `grad_fn`, as line searches do, unless `every` is 1.
+      `grad_fn`, as line searches do, unless `every` is 1; or, with `batch_sharding`, gradients do
+      not come from a train step, or params are sharded over the devices that divide the batch.
 
   Examples:
     >>> import jax.numpy as jnp, optax, optax_boost
@@ -107,7 +117,9 @@ def accumulate(
   if not callable(every):
     _checks.check_whole_number("every", every)
   _checks.check_name("not_finite", not_finite, ("drop", "keep", "restart"), optional=True)
-  return _wrapper.fill(inner, axis_name, accumulation=Accumulate(every, not_finite))
+  device_sums = _device_sums.check(batch_sharding)
+  slot = Accumulate(every, not_finite, device_sums)
+  return _wrapper.fill(inner, axis_name, accumulation=slot)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -116,6 +128,7 @@ class Accumulate:
 
   every: _Every
   not_finite: str | None
+  device_sums: _device_sums.DeviceSums | None = None
   method = _METHOD
 
   def init(self, params: optax.Params, inner_state: optax.OptState) -> AccumulateState:
@@ -132,7 +145,9 @@ class Accumulate:
       inner_count=jnp.zeros([], jnp.int32),
       weight_sum=jnp.zeros([], float),
       value_sum=jnp.zeros([], float),
-      accumulator=_arrays.zeros_like_wide(params),
+      accumulator=(
+        self.device_sums.init(params) if self.device_sums else _arrays.zeros_like_wide(params)
+      ),
     )
 
   @property
@@ -205,6 +220,16 @@ class Accumulate:
     ends = is_full | ~jnp.asarray(is_good) if self.restarts else is_full
     return _state.Window(is_due, ends, weight_sum, divisor, value_sum, new_state)
 
+  def reduce(
+    self, window: _state.Window, compute_if: Callable[..., tuple[Any, ...]]
+  ) -> _state.Window:
+    """Adds up the sums of the devices, if each has its own, for a step that is due."""
+    if not self.device_sums:
+      return window
+    reduce = lambda sums: (self.device_sums.reduce(sums),)  # noqa: E731
+    _, accumulator = compute_if(window.is_due, reduce, window.state.accumulator)
+    return window._replace(state=window.state._replace(accumulator=accumulator))
+
   def mean(
     self,
     window: _state.Window,
@@ -222,7 +247,10 @@ class Accumulate:
       return quotient.astype(jnp.promote_types(g.dtype, p.dtype))
 
     like = grads if params is None else params
-    means = jax.tree.map(mean, window.state.accumulator, grads, like)
+    totals = window.state.accumulator
+    if self.device_sums:
+      totals = self.device_sums.total(totals)
+    means = jax.tree.map(mean, totals, grads, like)
     if self.is_off:
       return means, extra_args | ({"grad": means} if "grad" in extra_args else {})
     # optax's line searches refuse a `value_fn` whose signature lacks an extra argument.

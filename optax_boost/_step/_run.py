@@ -90,7 +90,10 @@ def run(
   """
   batch = _take(step, state, grads, params, extra_args, added)
   verdict = _judge(step, state, batch)
+  compute_if = functools.partial(_compute_if, in_place)
   window = _add(step, state, batch, verdict.is_good)
+  if step.accumulation:
+    window = step.accumulation.reduce(window, compute_if)
   passes = _check_result(step, state, batch, window, in_place)
   is_due = _conditionals.both(window.is_due, passes)
   made, moved, inner_state = _make_if(step, state, batch, window, is_due, in_place)
@@ -101,8 +104,7 @@ def run(
     counted = _arrays.increment_if(~is_finite, state.left_out.notfinite_count)
     fields["left_out"] = _state.LeftOutState(counted)
   if step.accumulation:
-    empty = functools.partial(_compute_if, in_place)
-    fields["accumulation"] = step.accumulation.close(window, made, empty)
+    fields["accumulation"] = step.accumulation.close(window, made, compute_if)
   if step.scaling:
     fields["scaling"] = step.scaling.next(state.scaling, verdict.all_finite)
   if step.precision and isinstance(moved, _Weights):
@@ -175,8 +177,17 @@ def _take(
     used = frozen.zero(used)
   extra_args = kept.take_arguments(extra_args, params)
   batch = _Batch(grads, params, kept, used, extra_args, frozen, weight, statistics, added=added)
-  if not step.accumulation or added:
+  if not step.accumulation:
     return batch
+  if added:
+    return batch._replace(addend=added.addend)
+  if step.accumulation.device_sums:
+    raise ValueError(
+      "`accumulate(..., batch_sharding=...)` needs the gradient of each device, which only a train"
+      " step computes; got gradients of the whole batch. Call it through"
+      " `optax_boost.make_train_step(loss_fn, tx)`, with `accumulate` and the other wrappers around"
+      " the whole optimizer, or leave `batch_sharding` out."
+    )
   unscaled, _ = _unscaled(step, state, batch)
   accumulator = state.accumulation.accumulator
   return batch._replace(addend=step.accumulation.addend(weight, accumulator, unscaled))
@@ -243,7 +254,7 @@ def _gradients_are_finite(
   step: _slots.Step, state: _state.StepState, batch: _Batch
 ) -> _types.BoolScalar:
   """Returns whether the unscaled gradients, or the sum in the window, are finite on this device."""
-  if batch.added:
+  if batch.added and batch.added.accumulator is not None:
     return _finiteness.all_finite(batch.added.accumulator) & ~jnp.asarray(batch.added.overflows)
   if step.accumulation:
     return _finiteness.sum_is_finite(state.accumulation.accumulator, batch.addend)

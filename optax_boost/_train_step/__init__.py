@@ -16,6 +16,7 @@ It knows no method by name: the class of a method's state declares what the meth
   _rejected_batch          restores statistics if a wrapper leaves a batch out
   _explanation             says for each leaf whether its gradient exists as a whole
   _backward_update         makes the optimizer's step inside of the backward pass
+  _device_gradients        computes loss and gradient on each device, for the device's own sum
   _step_computation        computes a step and its extra arguments; this function is jitted
   _frozen_depth            reads how many groups of layers the next step freezes
   _background_compilation  compiles programs in a thread
@@ -30,6 +31,7 @@ from optax_boost._train_step._frozen_depth import DepthReader as DepthReader
 from optax_boost._train_step._metrics import flatten_metrics as flatten_metrics
 from optax_boost._train_step._replaced_values import REPLACED_VALUES as REPLACED_VALUES
 from optax_boost._train_step._state_placement import (
+  by_leaf as by_leaf,
   canonicalize_state as canonicalize_state,
   placement as placement,
   put as put,

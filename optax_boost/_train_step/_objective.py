@@ -41,6 +41,29 @@ class Objective:
   freezing: _frozen_layers.FrozenLayers | None
   must_depend: bool = False
 
+  @property
+  def scalars(self) -> tuple[_types.FloatScalar | None, Any]:
+    """Returns the loss scale, and the number of frozen groups if it is traced."""
+    is_static = self.freezing is None or self.freezing.is_static
+    return self.loss_scale, None if is_static or self.freezing is None else self.freezing.depth
+
+  def at(
+    self, inputs: _traced_loss.Differentiated, arguments: tuple[Any, ...], scalars: tuple[Any, Any]
+  ) -> "Objective":
+    """Returns the objective for other inputs and arguments of the loss, and other `scalars`."""
+    traced, (loss_scale, depth) = self.traced.at(inputs, arguments), scalars
+    freezing = self.freezing
+    if freezing is not None and depth is not None:
+      freezing = dataclasses.replace(freezing, depth=depth)
+    return dataclasses.replace(
+      self,
+      loss=traced.run,
+      traced=traced,
+      values=inputs[1],
+      loss_scale=loss_scale,
+      freezing=freezing,
+    )
+
   def value_and_grad(
     self, params: optax.Params
   ) -> tuple[tuple[_types.FloatScalar, Any], optax.Updates, list[jax.Array]]:

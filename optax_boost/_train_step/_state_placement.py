@@ -8,10 +8,13 @@ import jax.numpy as jnp
 import optax
 
 from optax_boost._foundation import _paths, _placement, _trees, _types
+from optax_boost._step import _device_sums
 from optax_boost._train_step import _train_state
 
 
-def canonicalize_state(state: _train_state.TrainState) -> _train_state.TrainState:
+def canonicalize_state(
+  state: _train_state.TrainState, tx: optax.GradientTransformation
+) -> _train_state.TrainState:
   """Returns a state with the types and placement of a state that a step returns.
 
   So the second step needs no new compilation. Weak types are removed. If an array is on a mesh,
@@ -21,7 +24,7 @@ def canonicalize_state(state: _train_state.TrainState) -> _train_state.TrainStat
   """
   leaves = [_train_state.drop_weak_type(leaf) for leaf in jax.tree.leaves(state)]
   state = jax.tree.unflatten(jax.tree.structure(state), leaves)
-  defaults = _default_shardings(state)
+  defaults = _default_shardings(state, tx)
   on_mesh = any(isinstance(sharding, jax.sharding.NamedSharding) for sharding in defaults)
   seen: set[int] = set()
 
@@ -46,6 +49,7 @@ def place_abstract(
   state: _train_state.TrainState,
   params: optax.Params,
   model_state: _types.ModelState,
+  tx: optax.GradientTransformation,
   opt_state_sharding: _types.ShardingFn | None = None,
 ) -> _train_state.TrainState:
   """Adds to an abstract state the shardings that :func:`canonicalize_state` would give it.
@@ -55,7 +59,14 @@ def place_abstract(
   """
   shardings = [
     *map(_sharding, jax.tree.leaves(params)),
-    *(opt_state_sharding and opt_state_sharding(x) for x in jax.tree.leaves(state.opt_state)),
+    *(
+      sharding_of and sharding_of(x)
+      for x, sharding_of in zip(
+        jax.tree.leaves(state.opt_state),
+        by_leaf(opt_state_sharding, tx, state.opt_state),
+        strict=True,
+      )
+    ),
     *map(_sharding, jax.tree.leaves(model_state)),
     None,
   ]
@@ -64,7 +75,7 @@ def place_abstract(
     sharding = next(filter(None, shardings), None)
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
-  defaults = _default_shardings(_trees.map_with(place, state, shardings))
+  defaults = _default_shardings(_trees.map_with(place, state, shardings), tx)
   return _trees.map_with(place, state, shardings, defaults)
 
 
@@ -78,34 +89,52 @@ def put(x: jax.Array, sharding_of: _types.ShardingFn | None) -> jax.Array:
   return (jax.lax.with_sharding_constraint if is_traced else jax.device_put)(x, sharding)
 
 
-def _default_shardings(state: _train_state.TrainState) -> list[jax.sharding.Sharding | None]:
+def by_leaf(
+  sharding_of: _types.ShardingFn | None,
+  tx: optax.GradientTransformation,
+  opt_state: optax.OptState,
+) -> list[_types.ShardingFn | None]:
+  """Returns for each array of an optimizer state the user's function, if it places the array."""
+  return [None if is_sum else sharding_of for is_sum in _device_sums.find(tx, opt_state)[1]]
+
+
+def _default_shardings(
+  state: _train_state.TrainState, tx: optax.GradientTransformation
+) -> list[jax.sharding.Sharding | None]:
   """Returns for each array of a state where it lies if it has no place of its own on a mesh.
 
   An array of the optimizer state that has a param's path and, behind leading axes, its shape, lies
   as the param does along the axes of this shape. All others are replicated over the mesh of the
-  params. Without a mesh, all lie where the first param does.
+  params. Without a mesh, all lie where the first param does. A sum of gradients on each device lies
+  on these devices along its first axis.
   """
+  sums, are_sums = _device_sums.find(tx, state.opt_state)
   shardings = [s for s in map(_sharding, jax.tree.leaves(state)) if s is not None]
   meshes = [s.mesh for s in shardings if isinstance(s, jax.sharding.NamedSharding)]
+  meshes += [sums.batch.mesh] if sums and not isinstance(state.step, jax.core.Tracer) else []
   if not meshes:
     return [shardings[0] if shardings else None] * len(jax.tree.leaves(state))
   replicated = jax.sharding.NamedSharding(meshes[0], jax.sharding.PartitionSpec())
   paths = _paths.leaf_paths(state.params)
   params = dict(zip(paths, jax.tree.leaves(state.params), strict=True))
 
-  def like_param(leaf: Any, path: str) -> jax.sharding.NamedSharding:
+  def like_param(leaf: Any, path: str, is_sum: bool) -> jax.sharding.NamedSharding:
     names = path.split("/")
     for start in range(len(names) + 1):
       param: Any = params.get("/".join(names[start:]))
       sharding = _sharding(param)
       if isinstance(sharding, jax.sharding.NamedSharding):
         leading = leaf.ndim - param.ndim
+        if sums and is_sum:
+          return sums.sharding(sharding)
         if leaf.shape[leading:] == param.shape:
           spec = jax.sharding.PartitionSpec(*[None] * leading, *sharding.spec)
           return jax.sharding.NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
-    return replicated
+    return sums.sharding(None) if sums and is_sum else replicated
 
-  opt_state = _trees.map_with(like_param, state.opt_state, _paths.leaf_paths(state.opt_state))
+  opt_state = _trees.map_with(
+    like_param, state.opt_state, _paths.leaf_paths(state.opt_state), are_sums
+  )
   others = jax.tree.map(lambda leaf: replicated, state._replace(opt_state=None))
   return jax.tree.leaves(others._replace(opt_state=opt_state))
 

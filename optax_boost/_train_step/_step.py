@@ -90,20 +90,24 @@ class TrainStep:
       )
     if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves((params, model_state))):
       state = jax.eval_shape(self.init, params, model_state)
-      return _state_placement.place_abstract(state, params, model_state, opt_state_sharding)
+      tx = self.computation.tx
+      return _state_placement.place_abstract(state, params, model_state, tx, opt_state_sharding)
     params, model_state = jax.tree.map(jnp.array, (params, model_state))
     _tree_checks.check_inexact(params, "make_train_step", _tree_checks.KEEP_OUT)
     place = functools.partial(_state_placement.put, sharding_of=opt_state_sharding)
     # The optimizer makes its state where the params are, so no device holds more than its part.
-    leaves, structure = jax.tree.flatten(self.computation.tx.init(jax.tree.map(place, params)))
+    opt_state = self.computation.tx.init(jax.tree.map(place, params))
+    places = _state_placement.by_leaf(opt_state_sharding, self.computation.tx, opt_state)
+    leaves, structure = jax.tree.flatten(opt_state)
+    del opt_state
     # The optimizer may close over arrays of its state. In a loop, so that each array that only the
     # state holds is freed when it is copied.
     for i, leaf in enumerate(leaves):
-      leaves[i] = place(jnp.array(leaf))
+      leaves[i] = _state_placement.put(jnp.array(leaf), places[i])
       del leaf
     opt_state = jax.tree.unflatten(structure, leaves)
     state = _train_state.TrainState(params, opt_state, model_state, jnp.zeros([], jnp.int32))
-    return _state_placement.canonicalize_state(state)
+    return _state_placement.canonicalize_state(state, self.computation.tx)
 
   def __call__(
     self,
@@ -180,7 +184,8 @@ class TrainStep:
       _explain_deleted(error, state=state)
       raise
     return _state_placement.canonicalize_state(
-      state._replace(opt_state=_protocol.renew_full_gradients(state.opt_state, state.params, full))
+      state._replace(opt_state=_protocol.renew_full_gradients(state.opt_state, state.params, full)),
+      self.computation.tx,
     )
 
   def compile_ahead(

@@ -31,6 +31,7 @@ from optax_boost._step import _addition, _apply_gradients, _nesting, _slots
 from optax_boost._trace import _layer_axes, _layer_groups, _losses
 from optax_boost._train_step import (
   _backward_update,
+  _device_gradients,
   _explanation,
   _frozen_layers,
   _frozen_statistics,
@@ -170,7 +171,7 @@ class StepComputation:
     # A method that reads `layers` needs the loss as a jaxpr. The step then computes the loss from
     # this jaxpr, so that the user's function is traced once.
     asks_for_layers = _protocol.takes(state.opt_state, "layers")
-    loss = traced if asks_for_layers else lambda inputs: run_loss(inputs, *arguments)
+    loss = traced if asks_for_layers else traced.run
     value_groups: list[_layer_groups.GroupNumber] = [_frozen_statistics.NEVER_FROZEN] * len(values)
     if freezing is not None and self.hold_frozen_statistics:
       value_groups = _frozen_statistics.groups_of_values(
@@ -184,12 +185,13 @@ class StepComputation:
       loss, traced, values, value_groups, loss_scale, freezing, must_depend
     )
     addition = self._addition(step, state.opt_state, freezing)
-    added = made = None
+    added = made = weight = None
     if self.explained is not None:
       frozen: list[Any] = [False] * len(jax.tree.leaves(state.params))
       if freezing is not None and freezing.is_static:
         frozen = [group < freezing.depth for group in freezing.groups]
-      way = addition, self.update_in_backward
+      adds = addition if addition and addition.in_backward else None
+      way = adds, self.update_in_backward
       self.explained.update(_explanation.explain(step, state.params, traced, frozen, *way))
     if self.update_in_backward:
       made = self._update(traced, values, batch).make(state.params, state.opt_state)
@@ -199,10 +201,20 @@ class StepComputation:
         self._warn_once(_NO_SCANS)
     elif addition is None:
       (value, (model_state, aux)), grad, new_values = objective.value_and_grad(state.params)
+    elif device_sums := addition.window.device_sums:
+      leaves = jax.tree.leaves(state.params)
+      for sharding in (*placement[: len(leaves)], *(jax.typeof(x).sharding for x in leaves)):
+        device_sums.check_whole(sharding)
+      (value, (model_state, aux)), added, new_values, weight = _device_gradients.value_and_added(
+        device_sums, objective, addition, (state.params, values), arguments, self._weight
+      )
+      if isinstance(self.weight, str):
+        aux = {**aux, self.weight: weight}
     else:
       (value, (model_state, aux)), added, new_values = objective.value_and_added(
         state.params, addition, lambda aux: self._weight(batch, aux[1])
       )
+    if addition is not None:
       grad = _unknown(state.params)
     if must_depend:
       self.losses_checked.add(structure)
@@ -232,7 +244,7 @@ class StepComputation:
 
       extra["full_grad_fn"] = _objective.accept_masked(mean_gradient, start)
     extra["layers"] = _layer_axes.DeferredLayerAxes(traced.layers)
-    extra |= self._weight(batch, aux)
+    extra |= self._weight(batch, aux) if weight is None else {"weight": weight}
     if self.weight is not None and not _protocol.takes(state.opt_state, "weight"):
       self._warn_once(_UNUSED_WEIGHT)
     if self.has_model_state or _losses.is_stateful(self.loss_fn):
@@ -291,13 +303,16 @@ class StepComputation:
   ) -> _addition.Addition | None:
     """Returns how the backward pass adds gradients to a window, or None if it does not."""
     window = None if step is None else step.accumulation
-    if step is None or window is None or not step.adds_first:
+    if step is None or window is None:
       return None
-    if freezing is not None and not freezing.is_static:
+    in_backward = step.adds_first
+    if in_backward and freezing is not None and not freezing.is_static:
       self._warn_once(_WHOLE_GRADIENTS)
+      in_backward = False
+    if not in_backward and window.device_sums is None:
       return None
     measures = step.spikes is not None or "gradient_norm" in self.metrics
-    return _addition.Addition(step, window, opt_state, measures)
+    return _addition.Addition(step, window, opt_state, measures, in_backward)
 
   def _weight(self, batch: _types.Batch, aux: Any) -> _types.ExtraArgs:
     """Returns the extra argument `weight` of ``tx.update``, by name, if the user passed it."""

@@ -43,6 +43,15 @@ class TracedLoss:
     """Returns the loss and aux, computed by the program."""
     return self.run_with_leaves(inputs, jax.tree.leaves(inputs))
 
+  def at(self, inputs: Differentiated, arguments: tuple[_types.Tree, ...]) -> "TracedLoss":
+    """Returns the loss for other inputs and arguments."""
+    return TracedLoss(self._loss_fn, inputs, arguments)
+
+  def run(self, inputs: Differentiated) -> tuple[_types.FloatScalar, Any]:
+    """Returns the loss and aux, computed by the loss itself."""
+    output: tuple[_types.FloatScalar, Any] = self._loss_fn(inputs, *self._arguments)
+    return output
+
   @property
   def program(self) -> _types.Jaxpr:
     """Returns the program for the types of the current params."""

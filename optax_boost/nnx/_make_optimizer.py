@@ -48,12 +48,14 @@ def make_optimizer(
   _checks.check_transformation("tx", tx)
   _checks.check_callable("opt_state_sharding", opt_state_sharding, "opt_state_sharding(x)")
 
-  def place(tree: _types.SameTree) -> _types.SameTree:
-    return jax.tree.map(lambda x: _train_step.put(x, opt_state_sharding), tree)
-
   # Optimizers make their state where the params are.
   structure, params, collections = _model.split(wrt, model)
-  (spread,) = _model.merge(structure, place(params), collections)
+  params = jax.tree.map(lambda x: _train_step.put(x, opt_state_sharding), params)
+  (spread,) = _model.merge(structure, params, collections)
   optimizer = nnx.Optimizer(spread, tx, wrt=wrt)
-  _model.write_opt_state(place(_model.as_pure(optimizer.opt_state)), optimizer)
+  opt_state = _model.as_pure(optimizer.opt_state)
+  leaves, structure_of_state = jax.tree.flatten(opt_state)
+  places = _train_step.by_leaf(opt_state_sharding, tx, opt_state)
+  leaves = list(map(_train_step.put, leaves, places))
+  _model.write_opt_state(jax.tree.unflatten(structure_of_state, leaves), optimizer)
   return optimizer

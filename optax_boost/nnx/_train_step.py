@@ -250,7 +250,7 @@ class TrainStep:
         f" {_checks.shorten(optimizer.wrt)}, which selects none."
       )
     _tree_checks.check_inexact(state.params, "make_train_step", _tree_checks.KEEP_OUT)
-    return computation, _train_step.canonicalize_state(state), key
+    return computation, _train_step.canonicalize_state(state, computation.tx), key
 
 
 def _check_update(optimizer: nnx.Optimizer) -> None:

@@ -41,7 +41,9 @@ ROOMS = {
   **dict.fromkeys(FLAX, _TOP),
 }
 # Rooms whose parts never import each other, but for what they share.
-_OF_THE_STEP = {"_addition", "_state", "_slots", "_kept_leaves", "_nesting", "_run", "_wrapper"}
+_OF_THE_STEP = {
+  *("_addition", "_device_sums", "_state", "_slots", "_kept_leaves", "_nesting", "_run", "_wrapper")
+}
 APART = {"_methods": {"_layer_arguments"}, "_step": _OF_THE_STEP}
 # Rooms whose docstring lists the modules in an order: each may import those before it.
 ORDERED = (

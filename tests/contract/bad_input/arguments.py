@@ -14,7 +14,7 @@ import optax
 import optax_boost
 import optax_boost.linen
 import optax_boost.nnx
-from tests import problems
+from tests import meshes, problems
 from tests.contract import registry
 from tests.contract.bad_input import kinds
 from tests.contract.bad_input.kinds import Kind
@@ -33,6 +33,7 @@ _NORM_VARIABLES = {
 }
 _POSITIVE, _NOT_NEGATIVE = kinds.number(0, -1), kinds.number(-1)
 _SHARE, _OPEN = kinds.number(-0.1, 1), kinds.number(0, 1, -1)
+_WHOLE = jax.sharding.NamedSharding(meshes.mesh((1,), ("a",)), jax.sharding.PartitionSpec())
 _HALF_OPEN = kinds.number(0, -1, 1.5)
 
 # By name: an argument of one name means the same in all functions, but for those with a function.
@@ -86,6 +87,7 @@ KINDS: dict[str | tuple[str, str], Kind] = {
   **dict.fromkeys(("exclude", "weight_decay_mask"), kinds.SELECTOR),
   **dict.fromkeys(("only", ("estimate_batch_stats", "exclude")), kinds.PATTERNS),
   "axis_name": kinds.AXIS_NAME,
+  "batch_sharding": Kind(kinds.all_but(spec=jax.sharding.PartitionSpec("a"), whole=_WHOLE)),
   "local_axis_name": kinds.AXIS_NAME,
   "shard_axis_name": kinds.AXIS_NAME,
   "layers": kinds.LAYERS,
