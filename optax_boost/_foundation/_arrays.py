@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_boost._foundation import _types
+from optax_boost._foundation import _placement, _types
 
 # XLA 7: leaves with fewer entries than this are stacked and reduced in one kernel, since launching
 # a kernel for each leaf costs more than copying the leaves.
@@ -35,8 +35,8 @@ def copy_arrays(
     dtype = dtype_of(leaf.dtype)
     if isinstance(leaf, jax.ShapeDtypeStruct):
       return leaf.update(dtype=dtype)
-    # `jnp.array` keeps the weak type of a leaf only if no dtype is passed.
-    return jnp.array(leaf) if dtype == leaf.dtype else jnp.array(leaf, dtype)
+    # A copy in the dtype of the leaf has its weak type, too.
+    return _placement.copy(leaf) if dtype == leaf.dtype else jnp.asarray(leaf).astype(dtype)
 
   return jax.tree.map(copy, tree)
 

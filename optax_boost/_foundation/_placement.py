@@ -64,11 +64,16 @@ def put(x: jax.typing.ArrayLike, sharding: jax.sharding.Sharding) -> jax.Array:
   return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
 
-def copy(x: jax.Array) -> jax.Array:
-  """Copies an array. If it spans processes, each copies its own part, whether others do or not."""
-  if x.is_fully_addressable:
+def copy(x: jax.typing.ArrayLike) -> jax.Array:
+  """Copies an array where it lies; compiles no program, unless the array is traced.
+
+  If the array spans processes, each copies its own part, whether others do or not.
+  """
+  if isinstance(x, jax.core.Tracer) or not isinstance(x, jax.Array):
     return jnp.array(x)
-  shards = [jnp.array(shard.data) for shard in x.addressable_shards]
+  if x.is_fully_addressable:
+    return jax.device_put(x, may_alias=False)
+  shards = [copy(shard.data) for shard in x.addressable_shards]
   return jax.make_array_from_single_device_arrays(x.shape, x.sharding, shards)
 
 

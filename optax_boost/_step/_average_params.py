@@ -25,6 +25,7 @@ from optax_boost._foundation import (
   _conditionals,
   _masks,
   _paths,
+  _placement,
   _tree_checks,
   _trees,
   _types,
@@ -170,7 +171,7 @@ def _float32_copy(x: jax.typing.ArrayLike | jax.ShapeDtypeStruct) -> Any:
   dtype = _arrays.accumulator_dtype(jnp.result_type(x))
   if isinstance(x, jax.ShapeDtypeStruct):
     return jax.ShapeDtypeStruct(x.shape, dtype, sharding=x.sharding)
-  return jnp.array(x, dtype)
+  return jnp.asarray(_placement.copy(x) if jnp.result_type(x) == dtype else x, dtype)
 
 
 def _statistics(model_state: _types.ModelState) -> dict[str, jax.Array]:

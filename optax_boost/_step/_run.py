@@ -53,7 +53,7 @@ def init(step: _slots.Step, params: optax.Params) -> _state.StepState:
   inner_state = step.inner.init(wide)
   _nesting.check_below(step, inner_state)
   # Each field has an array of its own, since a call can't donate one array twice.
-  fields: dict[str, Any] = {"count": jnp.zeros([], jnp.int32), "made": jnp.zeros([], bool)}
+  fields: dict[str, Any] = {"count": jnp.zeros([], jnp.int32), "made": jnp.array(False)}
   if step.leaves_out:
     fields["left_out"] = _state.LeftOutState(jnp.zeros([], jnp.int32))
   if step.accumulation:

@@ -39,7 +39,7 @@ def canonicalize_state(
         leaf = _put_in_memory(leaf, default)
       elif sharding is not None and sharding != leaf.sharding:
         leaf = jax.device_put(leaf, sharding)
-    return jnp.array(leaf) if repeated else leaf
+    return _placement.copy(leaf) if repeated else leaf
 
   moved = _trees.map_with(canonicalize, state, defaults)
   return moved if on_mesh else commit_like(moved, moved)

@@ -12,7 +12,14 @@ import numpy as np
 import optax
 
 from optax_boost._form import _protocol
-from optax_boost._foundation import _checks, _full_gradient, _paths, _tree_checks, _types
+from optax_boost._foundation import (
+  _checks,
+  _full_gradient,
+  _paths,
+  _placement,
+  _tree_checks,
+  _types,
+)
 from optax_boost._trace import _losses
 from optax_boost._train_step import (
   _background_compilation,
@@ -92,7 +99,7 @@ class TrainStep:
       state = jax.eval_shape(self.init, params, model_state)
       tx = self.computation.tx
       return _state_placement.place_abstract(state, params, model_state, tx, opt_state_sharding)
-    params, model_state = jax.tree.map(jnp.array, (params, model_state))
+    params, model_state = jax.tree.map(_placement.copy, (params, model_state))
     _tree_checks.check_inexact(params, "make_train_step", _tree_checks.KEEP_OUT)
     place = functools.partial(_state_placement.put, sharding_of=opt_state_sharding)
     # The optimizer makes its state where the params are, so no device holds more than its part.
@@ -103,7 +110,7 @@ class TrainStep:
     # The optimizer may close over arrays of its state. In a loop, so that each array that only the
     # state holds is freed when it is copied.
     for i, leaf in enumerate(leaves):
-      leaves[i] = _state_placement.put(jnp.array(leaf), places[i])
+      leaves[i] = _state_placement.put(_placement.copy(leaf), places[i])
       del leaf
     opt_state = jax.tree.unflatten(structure, leaves)
     state = _train_state.TrainState(params, opt_state, model_state, jnp.zeros([], jnp.int32))
@@ -254,7 +261,7 @@ class TrainStep:
       >>> int(copy.step), int(state.step)
       (1, 0)
     """
-    copy = jax.tree.map(jnp.copy, state)
+    copy = jax.tree.map(_placement.copy, state)
 
     def step(batch: _types.Batch) -> tuple[_train_state.TrainState, _types.Metrics]:
       nonlocal copy

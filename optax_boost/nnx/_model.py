@@ -10,11 +10,10 @@ from typing import Any, TypeAlias, TypeVar
 
 from flax import nnx
 import jax
-import jax.numpy as jnp
 import optax
 
 from optax_boost import _train_step
-from optax_boost._foundation import _checks, _types
+from optax_boost._foundation import _checks, _placement, _types
 
 # In Flax before 0.12.7, `nnx.as_pure` is called `nnx.pure`; later versions deprecate that name.
 as_pure = nnx.as_pure if hasattr(nnx, "as_pure") else nnx.pure
@@ -205,7 +204,7 @@ def advance(roots: Roots, by: jax.Array) -> None:
 def copy(model: _Module) -> _Module:
   """Copies a model and its arrays; a step can then donate the arrays of one of the two models."""
   graphdef, state = nnx.split(model)
-  copied = jax.tree.map(lambda x: jnp.array(x) if isinstance(x, jax.Array) else x, state)
+  copied = jax.tree.map(lambda x: _placement.copy(x) if isinstance(x, jax.Array) else x, state)
   return nnx.merge(graphdef, copied)
 
 

@@ -155,6 +155,19 @@ def test_the_check_costs_later_steps_nothing():
   assert len(inits) == 2, "the check belongs to tracing"
 
 
+def test_copies_of_an_initial_state_compile_no_program():
+  tx = optax_boost.master_weights(optax.sgd(0.1))
+  tx = optax_boost.average_params(optax_boost.dynamic_loss_scale(tx), decay=0.9)
+  step = optax_boost.make_train_step(lambda params, batch: jnp.float32(0.0), tx)
+  step.init({"w": np.ones(3, np.float32)})
+  params = [jnp.asarray(np.ones((7, n), np.float32)) for n in range(31, 36)]
+  state, compiled = compilations.counted(lambda: step.init(params))
+  assert compiled == 0
+  copies = jax.tree.leaves((state.params, state.opt_state.precision, state.opt_state.averaging))
+  pointers = {x.unsafe_buffer_pointer() for x in [*params, *copies] if x.shape[:1] == (7,)}
+  assert len(pointers) == 4 * len(params)
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_abstract_params_give_an_abstract_state(name):
   step = optax_boost.make_train_step(loss_fn, OPTIMIZERS[name]())

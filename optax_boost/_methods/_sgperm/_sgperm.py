@@ -30,7 +30,7 @@ import numpy as np
 import optax
 
 from optax_boost._form import _finiteness, _protocol, _transformation
-from optax_boost._foundation import _arrays, _checks, _trees, _types
+from optax_boost._foundation import _arrays, _checks, _placement, _trees, _types
 from optax_boost._methods._sgperm import (
   _device_search,
   _exact_params,
@@ -249,7 +249,7 @@ class _Sgperm:
       count=count,
       alpha=self.schedules.alpha(count),
       lamda=self.schedules.lamda(count),
-      key=jnp.array(jax.random.key_data(self.key)),
+      key=_placement.copy(jax.random.key_data(self.key)),
       momentum=_arrays.zeros_like_wide(params),
       permuted_params=_arrays.copy_arrays(params),
       permutation=jax.tree.map(_weight_vectors.identity, params),

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_boost._form import _finiteness
-from optax_boost._foundation import _arrays, _checks, _extra_args, _masks, _types
+from optax_boost._foundation import _arrays, _checks, _extra_args, _masks, _placement, _types
 from optax_boost._step import _wrapper
 from optax_boost._step._precision import _rounding
 
@@ -39,7 +39,7 @@ class Float32Optimizer:
     """Returns the initial state; `params` are in float32."""
     fields: dict[str, Any] = {
       # The key is copied, since the state may be donated, and the caller may use the key again.
-      "key": None if self.key is None else jnp.array(jax.random.key_data(self.key)),
+      "key": None if self.key is None else _placement.copy(jax.random.key_data(self.key)),
     }
     if "master_params" in self.state_type._fields:
       # The masters are copied: the optimizer may keep its params in its state, too, and a call
