@@ -22,14 +22,18 @@ PAGES = sorted(p for p in DOCS.rglob("*.md") if not MADE & set(p.relative_to(DOC
 CARDS = sorted(p for p in (DOCS / "cards").glob("*.md") if p.name != "index.md")
 FORMS = ("NNX", "Linen", "JAX", "Equinox")
 
-# tests/house/test_migration.py runs MindSpore's page and reads its output.
+# tests/house/test_migration.py runs MindSpore's page, and tests/sgperm/test_sgperm.py that of SGPerm;
+# they read what comes out.
+RUN_ELSEWHERE = ("mindspore.md", "sgperm.md")
 RUN = {
   f"{page.relative_to(DOCS)}" + (f"-{form}" if form else ""): blocks
   for page in PAGES
-  if page.name != "mindspore.md"
+  if page.parent.name != "migrating" or page.name not in RUN_ELSEWHERE
   for form, blocks in pages.programs(page).items()
   if blocks
 }
+# `make test` runs the first form of each page, and all forms of the quick start.
+FIRST = {program.rpartition(".md")[0]: program for program in reversed(RUN)}
 
 
 def test_a_tab_and_the_blocks_outside_of_tabs_are_a_separate_program(tmp_path):
@@ -41,11 +45,40 @@ def test_a_tab_and_the_blocks_outside_of_tabs_are_a_separate_program(tmp_path):
   assert pages.programs(page) == {"NNX": ["a\n", "b\n", "d\n"], "JAX": ["a\n", "c\n", "d\n"]}
 
 
-@pytest.mark.parametrize("program", RUN)
+@pytest.mark.parametrize(
+  "program",
+  [
+    program
+    if program in FIRST.values() or program.startswith("quickstart")
+    else pytest.param(program, marks=pytest.mark.slow)
+    for program in RUN
+  ],
+)
 def test_the_code_of_a_page_runs(program):
   namespace = {}
   for code in RUN[program]:
     exec(compile(code, program, "exec"), namespace)
+
+
+@pytest.mark.parametrize("program", RUN)
+def test_names_and_arguments_in_the_code_of_a_page_exist(program):
+  tree = ast.parse("".join(RUN[program]))
+  modules = {}
+  for node in tree.body:
+    if isinstance(node, ast.Import | ast.ImportFrom):
+      exec(ast.unparse(node), modules)
+
+  def found(node):
+    """The function or module that a dotted name of the imports stands for; None for other code."""
+    if isinstance(node, ast.Name):
+      return modules.get(node.id)
+    owner = found(node.value) if isinstance(node, ast.Attribute) else None
+    return getattr(owner, node.attr) if inspect.ismodule(owner) else None
+
+  for node in ast.walk(tree):
+    function = found(node.func) if isinstance(node, ast.Call) else found(node)
+    if isinstance(node, ast.Call) and getattr(function, "__module__", "").startswith("optax_boost"):
+      inspect.signature(function).bind_partial(**{k.arg: None for k in node.keywords if k.arg})
 
 
 SETS = re.compile(r"^::::\{tab-set\}\n(.*?)^::::$", re.MULTILINE | re.DOTALL)
