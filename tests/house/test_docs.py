@@ -22,8 +22,7 @@ PAGES = sorted(p for p in DOCS.rglob("*.md") if not MADE & set(p.relative_to(DOC
 CARDS = sorted(p for p in (DOCS / "cards").glob("*.md") if p.name != "index.md")
 FORMS = ("NNX", "Linen", "JAX", "Equinox")
 
-# tests/house/test_migration.py runs MindSpore's page, and tests/sgperm/test_sgperm.py that of SGPerm;
-# they read what comes out.
+# tests/house/test_migration.py and tests/sgperm/test_sgperm.py run these, and read what comes out.
 RUN_ELSEWHERE = ("mindspore.md", "sgperm.md")
 RUN = {
   f"{page.relative_to(DOCS)}" + (f"-{form}" if form else ""): blocks
