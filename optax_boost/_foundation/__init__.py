@@ -10,8 +10,8 @@ The modules, each of which imports those before it:
   _warnings         ``NoEffectWarning``, and warnings that point to the user's line
   _checks           checks of arguments: numbers, names, functions, random keys, transformations
   _progress         a progress bar
-  _arrays           dtypes, sums, counters, stacks of small leaves
   _placement        shardings, and the memory that holds an array
+  _arrays           dtypes, sums, counters, stacks of small leaves
   _mesh_axes        names of mesh axes, and the mesh axes along which an array varies
   _conditionals     computations that run if a condition holds, in place where XLA can
   _masks            leaves that ``optax.masked`` or ``optax.partition`` hides
