@@ -38,7 +38,7 @@ test:
 	  -m "not slow and not optimized" --ignore=tests/evidence
 
 test-optimized: $(READY)
-	$(OPTIMIZED) $(BIN)/python -m pytest -n $(WORKERS) -m optimized $(WITH_OPTIMIZED)
+	$(OPTIMIZED) $(BIN)/python -m pytest -n $(WORKERS) -m "optimized and not slow" $(WITH_OPTIMIZED)
 
 # The tests that compare numbers, compiled for the instructions of several processors.
 test-cpus: $(READY)
@@ -60,7 +60,7 @@ test-oldest:
 	  $(NEWER:%=--ignore=%) \
 	  "--deselect=tests/house/test_readme.py::test_readme_block_runs[0]" \
 	  $(NEWER_PAGES:%="--deselect=tests/house/test_docs.py::test_the_code_of_a_page_runs[%")
-	$(OPTIMIZED) .venv-oldest/bin/python -m pytest -n $(WORKERS) -m optimized \
+	$(OPTIMIZED) .venv-oldest/bin/python -m pytest -n $(WORKERS) -m "optimized and not slow" \
 	  $(filter-out $(NEWER),$(WITH_OPTIMIZED))
 
 # All subsets of the wrappers, beside optax's own, against an interpreter in NumPy; `make test` runs a

@@ -49,6 +49,7 @@ UNTOUCHED = (
   "(test_dist and not host)",  # `host` is in the name of a test that reads the package's imports
   "follows_the_definition",  # of finite entries: one test for each of the other methods
   "test_its_blocks_run_from_top_to_bottom",
+  "test_names_and_arguments_in_the_code_of_a_page_exist",
   "test_readme_block_runs",
   "test_the_built_wheel_trains_and_does_not_import_flax",
   "test_the_code_of_a_page_runs",

@@ -150,7 +150,13 @@ def test_whole_optimizer_repeats_the_run_without_roundings():
 
 @pytest.mark.optimized
 # Their recommendations differ by at least 40 ulps of their terms: no rounding changes the order.
-@pytest.mark.parametrize("name", ["sgperm_bounds", "sgperm_full_conv", "sgperm_full_bias"])
+@pytest.mark.parametrize(
+  "name",
+  [
+    "sgperm_bounds",
+    *(pytest.param(f"sgperm_full_{leaf}", marks=pytest.mark.slow) for leaf in ("conv", "bias")),
+  ],
+)
 def test_the_program_of_the_migration_page_repeats_runs_that_draw_nothing(name):
   text = (oracle.GOLDEN.parents[1] / "docs" / "migrating" / "sgperm.md").read_text(encoding="utf-8")
   program = re.findall(r"```python\n(.*?)```", text, re.DOTALL)[0]
