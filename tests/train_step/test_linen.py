@@ -13,7 +13,7 @@ import pytest
 import optax_boost
 from optax_boost import linen
 from tests import compilations
-from tests.train_step.test_train_step import BATCH, CLOSURE_USERS
+from tests.train_step.test_train_step import BATCH, CLOSURE_USERS, OF_EACH_KIND
 
 KEY = jax.random.key(0)
 
@@ -59,7 +59,7 @@ def by_hand(variables, step, key):
   return jnp.mean((prediction - BATCH["y"]) ** 2), prediction, changed
 
 
-@pytest.mark.parametrize("name", CLOSURE_USERS)
+@pytest.mark.parametrize("name", OF_EACH_KIND)
 def test_trains_with_methods_that_need_closures(name):
   traces = itertools.count()
 

@@ -14,7 +14,7 @@ import optax_boost
 import optax_boost.nnx as ob_nnx
 from optax_boost.nnx import _model
 from tests import compilations, meshes
-from tests.train_step.test_train_step import BATCH, CLOSURE_USERS
+from tests.train_step.test_train_step import BATCH, CLOSURE_USERS, OF_EACH_KIND
 
 
 class Network(nnx.Module):
@@ -45,7 +45,7 @@ def pure(model):
   return jax.tree.map(np.array, nnx.to_pure_dict(nnx.state(model, (nnx.Param, nnx.BatchStat))))
 
 
-@pytest.mark.parametrize("name", CLOSURE_USERS)
+@pytest.mark.parametrize("name", OF_EACH_KIND)
 def test_trains_with_methods_that_need_closures(name):
   traces = itertools.count()
 

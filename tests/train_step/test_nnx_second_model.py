@@ -13,6 +13,7 @@ import optax_boost
 import optax_boost.nnx as ob_nnx
 from optax_boost.nnx import _model
 from tests import compilations
+from tests.train_step.test_train_step import backtracking
 
 X = jax.random.normal(jax.random.key(0), (16, 4))
 
@@ -111,7 +112,7 @@ FORMS = {
 def test_the_present_values_of_a_second_model_are_read_without_another_compilation(form):
   critic = make_critic()
   held, loss = FORMS[form](critic)
-  model, optimizer = make(optax.lbfgs())  # trial points read the second model, too
+  model, optimizer = make(backtracking())  # trial points read the second model, too
   step = compilations.Watched(ob_nnx.make_train_step(loss))
   for t in range(4):
     expected = loss(nnx.clone(model), {"x": X, "critic": held})

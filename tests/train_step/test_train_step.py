@@ -53,15 +53,22 @@ def normed_step(tx, **kwargs):
   return optax_boost.make_train_step(normed_loss, tx, has_aux=True, has_model_state=True, **kwargs)
 
 
+def backtracking() -> optax.GradientTransformationExtraArgs:
+  """A line search whose program is small."""
+  search = optax.scale_by_backtracking_linesearch(max_backtracking_steps=10)
+  return optax.chain(optax.sgd(1.0), search)
+
+
 CLOSURE_USERS = {
   "lbfgs": lambda: optax.lbfgs(),
-  "backtracking": lambda: optax.chain(
-    optax.sgd(1.0), optax.scale_by_backtracking_linesearch(max_backtracking_steps=10)
-  ),
+  "backtracking": backtracking,
   "plateau": lambda: optax.chain(optax.adam(1e-2), optax.contrib.reduce_on_plateau(patience=2)),
-  "ours in front": lambda: optax.chain(optax_boost.centralize(), optax.lbfgs()),
+  "ours in front": lambda: optax.chain(optax_boost.centralize(), backtracking()),
   "polyak": lambda: optax.polyak_sgd(max_learning_rate=0.1),
 }
+# One that takes functions, and one that takes numbers. All run in the step of a plain loss, which
+# takes what the steps of models make of theirs.
+OF_EACH_KIND = ("lbfgs", "plateau")
 
 
 @pytest.fixture(scope="module", params=CLOSURE_USERS)
