@@ -236,14 +236,14 @@ def check(program: Program, name: str) -> None:
 
 
 def quick_and_slow(programs: dict[str, Program], *quick: str) -> Any:
-  """Parametrizes with a few methods in turns, and marks all others slow."""
+  """Parametrizes with all methods, and marks all slow but one for each program, by turns."""
   rows = []
-  for i, (label, program) in enumerate(programs.items()):
-    chosen = quick[2 * i : 2 * i + 2]
-    assert len(chosen) == 2
+  for (label, program), chosen in zip(programs.items(), quick, strict=True):
     left_out = (set() if program.axis else {"adasum"}) | (set() if program.kernel else OF_KERNELS)
     left_out |= OF_ROOT if program.wraps else set()
-    for name in [name for name in METHODS if name not in left_out]:
-      marks = [] if name in chosen else [pytest.mark.slow]
+    names = [name for name in METHODS if name not in left_out]
+    assert chosen in names
+    for name in names:
+      marks = [] if name == chosen else [pytest.mark.slow]
       rows.append(pytest.param(program, name, id=f"{label}-{name}", marks=marks))
   return pytest.mark.parametrize(("program", "method"), rows)

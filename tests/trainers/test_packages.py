@@ -137,11 +137,6 @@ PROGRAMS = {
 }
 
 
-@methods.quick_and_slow(
-  PROGRAMS,
-  *("dynamic_loss_scale", "average_params"),
-  *("freeze_layers", "accumulate"),
-  *("lars", "sgperm"),
-)
+@methods.quick_and_slow(PROGRAMS, "average_params", "accumulate", "lars")
 def test_a_package_s_trainer_trains_with_a_method_as_its_optimizer(program, method):
   methods.check(program, method)
