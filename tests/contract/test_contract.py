@@ -145,7 +145,7 @@ def test_says_that_it_needs_params(row):
     assert problems.spec(after) == problems.spec(state)
 
 
-@every_row
+@every_factory
 def test_donated_scans_of_a_population_equal_the_plain_loop(row):
   """Scans of two steps, to which the params and states of three members are donated."""
   tx = row.optimizer()
@@ -546,7 +546,7 @@ def resumed(request, tmp_path_factory):
   return ends
 
 
-@every_row
+@every_factory
 def test_resuming_in_a_fresh_process_changes_nothing(row, resumed):
   expected, found = resumed[str(row)]
   chex.assert_trees_all_equal(found, jax.device_get(expected))

@@ -18,7 +18,6 @@ import optax_boost
 from tests import problems
 from tests.contract import registry, test_contract, test_hostile
 
-every_row = test_contract.every_row
 # These train in scans and loops of their own, where the depth of freezing is traced.
 pytestmark = pytest.mark.filterwarnings("ignore:`freeze_layers` saves no time")
 
@@ -35,8 +34,8 @@ def in_numpy(tree: Any) -> Any:
 @functools.cache
 def on_device(row: registry.Row) -> tuple[Any, list[Any], list[Any]]:
   """Params and the gradients of three steps as JAX's arrays; what jitted updates make of them."""
-  tx, params = row.make(), with_zeros(row.params())
-  update, state = jax.jit(tx.update), tx.init(params)
+  tx, params = test_contract.transformation(row), with_zeros(row.params())
+  update, state = test_contract.jitted_update(row), tx.init(params)
   grads = [with_zeros(problems.grads(params, t)) for t in range(3)]
   steps = []
   for g in grads:
@@ -54,9 +53,9 @@ def assert_same(found: Any, expected: Any) -> None:
 
 
 # Eagerly: `jax.jit` hands on NumPy's arrays as float32, so a jitted update never sees them.
-@every_row
+@test_contract.every_factory
 def test_eager_steps_equal_jitted_steps_on_float64_arrays_of_numpy_too(row):
-  tx = row.make()
+  tx = test_contract.transformation(row)
   params, grads, steps = on_device(row)
   state = tx.init(in_numpy(params))
   assert_same(state, tx.init(params))
