@@ -25,6 +25,8 @@ def example(import_example, monkeypatch, tmp_path):
   return example
 
 
+# `make demo-finetune` trains all ways, too; the guide's programs run in `make test`.
+@pytest.mark.slow
 def test_every_way_trains_and_the_table_and_picture_show_it(example, tmp_path, capsys):
   text = example._texts.split("".join(example._texts.docstrings()))
   assert min(map(len, text)) > 10_000
