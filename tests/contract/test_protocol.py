@@ -139,7 +139,9 @@ def test_the_opaque_mode_of_sam_trains_as_its_transparent_one():
 WRAPPERS = {name: row for name, row in registry.holders().items() if name != "laperm"}
 SVRG = optax.chain(optax_boost.svrg(refresh_every=2), optax.sgd(0.1))
 INSIDE = {
-  "lbfgs": optax.lbfgs(),
+  "a line search": optax.chain(
+    optax.sgd(1.0), optax.scale_by_backtracking_linesearch(max_backtracking_steps=10)
+  ),
   "sam": optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.05)),
   "sophia": optax.contrib.sophia(0.1),
   "svrg of a part": optax.partition({"ours": SVRG, "other": optax.sgd(0.1)}, LABELS),
@@ -147,7 +149,7 @@ INSIDE = {
 
 
 # Freezing needs a state over which `optax.tree.map_params` can map.
-REFUSED = ("freeze_layers", "lbfgs")
+REFUSED = ("freeze_layers", "a line search")
 
 
 def after_two_steps(tx):
