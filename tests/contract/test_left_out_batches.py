@@ -5,6 +5,8 @@ and params that the forward pass writes: behind every door, for each wrapper of 
 batches out, and for two of optax's.
 """
 
+import functools
+
 from flax import linen as nn, nnx
 import jax
 import jax.numpy as jnp
@@ -55,13 +57,23 @@ def plain_loss(params, model_state, batch):
   return root_loss(batch @ params), statistics
 
 
+# Cached, so that both kinds of bad batches run in the programs of one step.
+@functools.cache
+def plain_step(name):
+  return optax_boost.make_train_step(plain_loss, SKIPPING[name], has_model_state=True)
+
+
+@functools.cache
+def plain_scan(name):
+  step = optax_boost.make_train_step(plain_loss, SKIPPING[name], has_model_state=True, donate=False)
+  return jax.jit(functools.partial(jax.lax.scan, step))
+
+
 def plain_run(name, batches, scanned=False):
-  step = optax_boost.make_train_step(
-    plain_loss, SKIPPING[name], has_model_state=True, donate=not scanned
-  )
+  step = plain_step(name)
   state = step.init(jnp.ones((2, 3)), {"mean": jnp.zeros(2), "batches": jnp.int32(0)})
   if scanned:
-    return jax.lax.scan(step, state, jnp.stack(batches))
+    return plain_scan(name)(state, np.stack(batches))
   history = []
   for batch in batches:
     state, metrics = step(state, batch)
@@ -114,19 +126,21 @@ def copied(tree):
   return jax.tree.map(lambda x: np.array(keys(x)), tree)
 
 
+nnx_step = ob_nnx.make_train_step(lambda model, x: root_loss(model(x) * jnp.max(jnp.abs(x))))
+
+
 @every_batch
 @every_wrapper
 def test_all_variables_of_an_nnx_model_are_kept(name, bad):
   model = Model()
   optimizer = nnx.Optimizer(model, SKIPPING[name], wrt=nnx.Param)
-  step = ob_nnx.make_train_step(lambda model, x: root_loss(model(x) * jnp.max(jnp.abs(x))))
-  step(model, optimizer, GOOD)
+  nnx_step(model, optimizer, GOOD)
   before = copied(nnx.state(model))
-  metrics = step(model, optimizer, BAD[bad])
+  metrics = nnx_step(model, optimizer, BAD[bad])
   assert int(metrics["skipped/loss"]) + int(metrics["skipped/gradients"]) == 1
   after = copied(nnx.state(model))
   jax.tree.map(np.testing.assert_array_equal, after, before)
-  step(model, optimizer, GOOD)
+  nnx_step(model, optimizer, GOOD)
   moved = copied(nnx.state(model))
   assert moved["calls"][...] == 2
   assert np.any(moved["norm"]["mean"][...] != before["norm"]["mean"][...])
@@ -140,15 +154,21 @@ class Module(nn.Module):
     return nn.Dense(3)(x) * size
 
 
-@every_batch
-@every_wrapper
-def test_all_collections_of_a_linen_module_are_kept(name, bad):
+@functools.cache
+def linen_start(name):
   module = Module()
   loss, params, model_state = ob_linen.split_loss(
     lambda model, x: root_loss(model(x)), module, module.init(jax.random.key(0), GOOD)
   )
   step = optax_boost.make_train_step(loss, SKIPPING[name], donate=False)
-  first, _ = step(step.init(params, model_state), GOOD)
+  return step, step.init(params, model_state)
+
+
+@every_batch
+@every_wrapper
+def test_all_collections_of_a_linen_module_are_kept(name, bad):
+  step, start = linen_start(name)
+  first, _ = step(start, GOOD)
   second, _ = step(first, BAD[bad])
   jax.tree.map(np.testing.assert_array_equal, second.model_state, first.model_state)
   if name != "accumulate":
