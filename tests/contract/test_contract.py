@@ -32,6 +32,15 @@ every_row = pytest.mark.parametrize("row", registry.ROWS, ids=str)
 # that calls the host.
 OF_FACTORIES = list({(row.factory, row.calls_host): row for row in registry.ROWS}.values())
 every_factory = pytest.mark.parametrize("row", OF_FACTORIES, ids=str)
+# Further rows of a factory are among the slow tests.
+factories_first = pytest.mark.parametrize(
+  "row",
+  [
+    row if row in OF_FACTORIES else pytest.param(row, marks=pytest.mark.slow)
+    for row in registry.ROWS
+  ],
+  ids=str,
+)
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
@@ -145,7 +154,7 @@ def test_says_that_it_needs_params(row):
     assert problems.spec(after) == problems.spec(state)
 
 
-@every_factory
+@factories_first
 def test_donated_scans_of_a_population_equal_the_plain_loop(row):
   """Scans of two steps, to which the params and states of three members are donated."""
   tx = row.optimizer()
@@ -546,7 +555,7 @@ def resumed(request, tmp_path_factory):
   return ends
 
 
-@every_factory
+@factories_first
 def test_resuming_in_a_fresh_process_changes_nothing(row, resumed):
   expected, found = resumed[str(row)]
   chex.assert_trees_all_equal(found, jax.device_get(expected))

@@ -53,7 +53,7 @@ def assert_same(found: Any, expected: Any) -> None:
 
 
 # Eagerly: `jax.jit` hands on NumPy's arrays as float32, so a jitted update never sees them.
-@test_contract.every_factory
+@test_contract.factories_first
 def test_eager_steps_equal_jitted_steps_on_float64_arrays_of_numpy_too(row):
   tx = test_contract.transformation(row)
   params, grads, steps = on_device(row)
