@@ -72,7 +72,10 @@ def copy(x: jax.typing.ArrayLike) -> jax.Array:
   if isinstance(x, jax.core.Tracer) or not isinstance(x, jax.Array):
     return jnp.array(x)
   if x.is_fully_addressable:
-    return jax.device_put(x, may_alias=False)
+    # Without a sharding, JAX puts a key that lies on several devices on one, and does not copy it;
+    # with one, it commits an array that lies on one device.
+    device = x.sharding if len(x.sharding.device_set) > 1 else None
+    return jax.device_put(x, device, may_alias=False)
   shards = [copy(shard.data) for shard in x.addressable_shards]
   return jax.make_array_from_single_device_arrays(x.shape, x.sharding, shards)
 

@@ -9,6 +9,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import optax_boost
+from optax_boost._foundation import _placement
 import optax_boost.linen
 import optax_boost.nnx
 from tests import compilations, meshes
@@ -166,6 +167,21 @@ def test_copies_of_an_initial_state_compile_no_program():
   copies = jax.tree.leaves((state.params, state.opt_state.precision, state.opt_state.averaging))
   pointers = {x.unsafe_buffer_pointer() for x in [*params, *copies] if x.shape[:1] == (7,)}
   assert len(pointers) == 4 * len(params)
+
+
+@pytest.mark.parametrize("spec", [None, (), ("x",)], ids=["one device", "replicated", "sharded"])
+def test_a_copy_of_an_array_or_a_key_has_memory_of_its_own(spec):
+  keys, kept = jax.random.split(jax.random.key(0), 8), jnp.arange(8.0)
+  if spec is not None:
+    mesh = meshes.mesh((8,), ("x",))
+    keys, kept = jax.device_put((keys, kept), jax.NamedSharding(mesh, jax.P(*spec)))
+  for x in (keys, kept):
+    copy = _placement.copy(x)
+    assert (copy.sharding, copy.committed) == (x.sharding, x.committed)
+    x, copy = (jax.random.key_data(a) if a.dtype == keys.dtype else a for a in (x, copy))
+    parts = [s.data.unsafe_buffer_pointer() for a in (x, copy) for s in a.addressable_shards]
+    assert len(set(parts)) == len(parts)
+    np.testing.assert_array_equal(x, copy)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
