@@ -409,6 +409,8 @@ ROWS = (
         "test_params_named_like_state_fields_train_as_any_others",
         "test_wrappers_train_around_every_kind_of_optimizer",
         "test_a_state_may_be_kept_in_host_memory",
+        "test_a_train_step_on_explicit_axes_trains_as_on_one_device",
+        "test_a_train_step_in_a_shard_map_that_checks_what_varies_trains_as_on_one_device",
       ),
       "its extra argument comes from a wrapper of the tests, so it is not the root of the step",
     ),
@@ -527,6 +529,11 @@ ROWS = (
     needs_params=False,
     descends=lambda: optax.sgd(0.1),
     wrap=_on_two_replicas,
+    not_applicable={
+      "test_a_train_step_in_a_shard_map_that_checks_what_varies_trains_as_on_one_device": (
+        "there `shard_map` sums the gradients of replicated params before AdaSum gets them"
+      )
+    },
   ),
   Row(
     "sgperm",

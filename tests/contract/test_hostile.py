@@ -162,6 +162,80 @@ def test_params_on_a_mesh_with_explicit_axes_eagerly_and_no_mesh_set(row):
     assert update_leaf.sharding.is_equivalent_to(param.sharding, param.ndim)
 
 
+def loss_of_examples(params: Any, examples: jax.Array) -> jax.Array:
+  """A mean over examples, to which every entry of any params belongs."""
+  products = [jnp.multiply.outer(examples, x) for x in jax.tree.leaves(params)]
+  return sum(jnp.mean((x - 0.3) ** 2) for x in products)
+
+
+EXAMPLES = np.linspace(-2, 1, 16, dtype=np.float32)
+P = jax.sharding.PartitionSpec
+# The others take a minute; other columns trace their updates in both modes.
+OFTEN = ("accumulate", "freeze_layers", "lars")
+rows_in_train_steps = pytest.mark.parametrize(
+  "row",
+  [
+    pytest.param(row, id=str(row), marks=() if str(row) in OFTEN else pytest.mark.slow)
+    for row in registry.ROWS
+  ],
+)
+
+
+def step_of_examples(row: registry.Row, loss: Any, examples: Any) -> optax_boost.TrainStep:
+  """The row's train step; SVRG's full gradient is over all examples."""
+  tx, options = row.optimizer(), {}
+  if _protocol.is_requested(jax.eval_shape(tx.init, row.params()), _protocol.FULL_GRADIENT):
+    options["full_grad_fn"] = lambda grad_fn, params: grad_fn(params, examples)
+  return optax_boost.make_train_step(loss, tx, donate=False, **options)
+
+
+@functools.cache
+def trained_on_one_device(row: registry.Row) -> Any:
+  step = step_of_examples(row, loss_of_examples, EXAMPLES)
+  state = step.init(row.params())
+  for _ in range(STEPS):
+    state, metrics = step(state, EXAMPLES)
+  return state, metrics["loss"]
+
+
+def assert_trained_as_on_one_device(row: registry.Row, trained: Any) -> None:
+  # The state has inverses of curvatures.
+  chex.assert_trees_all_close(
+    jax.device_get(trained), jax.device_get(trained_on_one_device(row)), rtol=1e-3, atol=1e-4
+  )
+
+
+@rows_in_train_steps
+def test_a_train_step_on_explicit_axes_trains_as_on_one_device(row):
+  mesh = problems.mesh("Explicit")
+
+  def loss(params: Any, examples: jax.Array) -> jax.Array:
+    whole = jax.tree.map(lambda x: jax.sharding.reshard(x, P(*[None] * x.ndim)), params)
+    return loss_of_examples(whole, examples)
+
+  with jax.set_mesh(mesh):
+    examples = jax.device_put(EXAMPLES, jax.NamedSharding(mesh, P("x")))
+    step = step_of_examples(row, loss, examples)
+    params = problems.sharded(row.params(), mesh)
+    state = step.init(params)
+    for _ in range(STEPS):
+      state, metrics = jax.block_until_ready(step(state, examples))
+  assert_trained_as_on_one_device(row, (state, metrics["loss"]))
+  jax.tree.map(lambda x, y: chex.assert_equal(x.sharding, y.sharding), state.params, params)
+
+
+@rows_in_train_steps
+def test_a_train_step_in_a_shard_map_that_checks_what_varies_trains_as_on_one_device(row):
+  mesh = problems.mesh("Auto")
+  loss = lambda params, examples: jax.lax.pmean(loss_of_examples(params, examples), "x")  # noqa: E731
+  step = step_of_examples(row, loss, EXAMPLES)
+  mapped = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(P(), P("x")), out_specs=P()))
+  state = step.init(row.params())
+  for _ in range(STEPS):
+    state, metrics = jax.block_until_ready(mapped(state, EXAMPLES))
+  assert_trained_as_on_one_device(row, (state, metrics["loss"]))
+
+
 # The train step holds what threads share; methods are pure functions.
 @pytest.mark.parametrize(
   "row", [row for row in ROWS if row.factory in ("dim_reduce", "freeze_layers", "sgperm")], ids=str
