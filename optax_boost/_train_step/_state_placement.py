@@ -201,20 +201,24 @@ def _on_mesh(leaf: jax.Array) -> jax.sharding.NamedSharding | None:
 
   None means that the array is on no mesh, or that its sharding is not to be constrained.
   """
+  # Per leaf and step, so that all tests of the sharding and the dtype are cached.
   sharding = _sharding(leaf)
-  if not isinstance(sharding, jax.sharding.NamedSharding):
-    return None
-  # The sharding of a typed key is not constrained, since the key is stored with a further axis.
-  return None if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else _constraint(sharding)
+  return None if sharding is None else _constraint(sharding, leaf.dtype)
 
 
 @functools.cache
-def _constraint(sharding: jax.sharding.NamedSharding) -> jax.sharding.NamedSharding | None:
+def _constraint(
+  sharding: jax.sharding.Sharding, dtype: _types.Dtype
+) -> jax.sharding.NamedSharding | None:
   """Returns a sharding as a constraint, or None if the compiler always keeps this sharding.
 
   None entries at the end of the ``PartitionSpec`` are removed, since compiled programs return their
-  shardings without such entries.
+  shardings without such entries. The sharding of a typed key is not constrained, since the key is
+  stored with a further axis.
   """
+  is_key = jnp.issubdtype(dtype, jax.dtypes.prng_key)
+  if is_key or not isinstance(sharding, jax.sharding.NamedSharding):
+    return None
   mesh, spec = sharding.mesh, list(sharding.spec)
   # Explicit axes and host memory are part of an array's type. `keep_placement` keeps the axes.
   free = isinstance(mesh, jax.sharding.Mesh) and _placement.has_auto_axes_only(mesh)
