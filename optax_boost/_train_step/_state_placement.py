@@ -181,6 +181,11 @@ def _put_in_memory(leaf: jax.Array, sharding: jax.sharding.Sharding) -> jax.Arra
   memory_kind = getattr(_sharding(leaf), "memory_kind", None)
   if memory_kind:
     sharding = sharding.with_memory_kind(memory_kind)
+  if not (sharding.is_fully_addressable or isinstance(leaf, jax.core.Tracer)):
+    # `device_put` moves to other processes neither keys nor what a restore put on a device here.
+    is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    if leaf.is_fully_addressable and (leaf.committed or is_key):
+      return jax.make_array_from_callback(leaf.shape, sharding, lambda index: leaf[index])
   return jax.device_put(leaf, sharding)
 
 

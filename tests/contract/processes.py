@@ -1,6 +1,6 @@
 """One of several processes, as on a pod; tests/contract/test_processes.py starts them::
 
-  python -m tests.contract.processes PORT COUNT NUMBER FOLDER NAME ...
+  python -m tests.contract.processes FOLDER NAME ...
 
 Params and batches lie on the devices of all processes. A name is of a check below or of a
 registry's row. A process ends with an error if it trains to other params than one device alone,
@@ -331,6 +331,44 @@ def check_checkpoint(_: int, folder: pathlib.Path) -> None:
     check(resume(folder, mesh), expected)
 
 
+class Network(nnx.Module):
+  """Has statistics, and keys of random numbers."""
+
+  def __init__(self) -> None:
+    rngs = nnx.Rngs(0)
+    self.dense = nnx.Linear(24, 12, rngs=rngs)
+    self.norm, self.dropout = nnx.BatchNorm(12, rngs=rngs), nnx.Dropout(0.1, rngs=rngs)
+
+  def __call__(self, x: jax.Array) -> jax.Array:
+    """Applies the layers."""
+    return self.dropout(self.norm(self.dense(x)))
+
+
+def check_nnx_checkpoint(_: int, folder: pathlib.Path) -> None:
+  """A model and an optimizer whose counts lie on no mesh resume from all processes' checkpoint."""
+  step = optax_boost.nnx.make_train_step(lambda model, x: jnp.mean((model(x) - 1) ** 2))
+  tx = optax_boost.accumulate(optax.adam(0.1), 2)
+
+  def trained(steps: range, start: Any = None) -> Any:
+    model = Network()
+    params = nnx.state(model, nnx.Param)
+    nnx.update(model, sharded(jax.tree.map(np.asarray, params)))
+    modules = model, nnx.Optimizer(model, tx, wrt=nnx.Param)
+    if start is not None:
+      with ocp.StandardCheckpointer() as checkpointer:
+        nnx.update(modules, checkpointer.restore(start, nnx.state(modules)))
+    for i in steps:
+      jax.block_until_ready(step(*modules, place(batch_at(i), P("x"))))
+    return nnx.state(modules)
+
+  with ocp.StandardCheckpointer() as checkpointer:
+    checkpointer.save(folder / "nnx", trained(range(3)))
+  pairs = [jax.tree.leaves(x) for x in (trained(range(5)), trained(range(3, 5), folder / "nnx"))]
+  for whole, resumed in zip(*pairs, strict=True):
+    for x, y in zip(whole.addressable_shards, resumed.addressable_shards, strict=True):
+      assert jnp.all(x.data == y.data)
+
+
 def refusal(function: Any) -> str:
   """The ValueError of a call in this process, or ""; all processes must get the same."""
   try:
@@ -373,9 +411,8 @@ CHECKS = {
 
 def main() -> None:
   """Joins the other processes and runs the checks and rows with these names."""
-  port, count, number, folder, *names = sys.argv[1:]
-  jax.config.update("jax_cpu_collectives_implementation", "gloo")
-  jax.distributed.initialize(f"127.0.0.1:{port}", int(count), int(number))
+  folder, *names = sys.argv[1:]
+  jax.distributed.initialize()
   # It makes arrays as it is imported, for which JAX must know of all devices.
   from tests.contract import registry
 
@@ -384,7 +421,7 @@ def main() -> None:
     faulthandler.dump_traceback_later(LIMIT, exit=True)
     start = time.perf_counter()
     if name in CHECKS:
-      CHECKS[name](int(number), pathlib.Path(folder))
+      CHECKS[name](jax.process_index(), pathlib.Path(folder))
     else:
       check_row(rows[name])
     print(f"{name}: {time.perf_counter() - start:.1f} s", flush=True)

@@ -1,58 +1,21 @@
 """Arrays that lie on the devices of several processes, as they do on pods."""
 
-from collections.abc import Sequence
-import concurrent.futures
-import os
 import pathlib
-import socket
-import subprocess
-import sys
+from typing import Any
 
 import jax
 import numpy as np
 import pytest
 
-from tests import meshes
+from tests import meshes, several_processes
 from tests.contract import processes, registry
 
-ROOT = pathlib.Path(__file__).parents[2]
-# Each process has as many of its own, whatever the tests have.
-DEVICES = "--xla_force_host_platform_device_count=2"
-LIMIT = 300
 # What the tests put around a step of the root hides it from the train step.
 ROWS = [str(row) for row in registry.ROWS if not (row.is_root and row.extra)]
 
 
-def run(folder: pathlib.Path, count: int, names: Sequence[str]) -> None:
-  """Runs checks in several processes, and ends all as soon as one fails or the time is over."""
-  with socket.socket() as probe:
-    probe.bind(("127.0.0.1", 0))
-    port = str(probe.getsockname()[1])
-  flags = f"{os.environ.get('XLA_FLAGS', '')} {DEVICES}"
-  arguments = [[port, str(count), str(number), str(folder), *names] for number in range(count)]
-  started = [
-    subprocess.Popen(
-      [sys.executable, "-m", "tests.contract.processes", *of_process],
-      env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags},
-      cwd=ROOT,
-      stderr=subprocess.PIPE,
-      text=True,
-    )
-    for of_process in arguments
-  ]
-
-  def wait(process: subprocess.Popen[str]) -> None:
-    errors = process.communicate()[1]
-    assert process.returncode == 0, errors
-
-  with concurrent.futures.ThreadPoolExecutor(count) as pool:
-    ends = [pool.submit(wait, process) for process in started]
-    done, waiting = concurrent.futures.wait(ends, LIMIT, concurrent.futures.FIRST_EXCEPTION)
-    for process in started:
-      process.kill()
-  for end in done:
-    end.result()
-  assert not waiting, f"{len(waiting)} processes had not ended after {LIMIT} s"
+def run(folder: pathlib.Path, count: int, names: Any) -> None:
+  several_processes.run(count, ["-m", "tests.contract.processes", str(folder), *names])
 
 
 def test_two_processes_decide_alike_read_files_and_keep_held_arrays(tmp_path):
