@@ -9,6 +9,7 @@ NAMES = (
   "adasum",
   "auto_boost",
   "auto_boost_peer",
+  "compile_time",
   "dim_reduce",
   "freezing",
   "growth",
@@ -25,6 +26,7 @@ NAMES = (
   "spikes",
   "svrg",
   "train_step",
+  "wrappers_on_a_mesh",
 )
 
 
