@@ -11,7 +11,7 @@ import sys
 ROOT = pathlib.Path(__file__).parents[1]
 # Each process has as many of its own, whatever the tests have.
 DEVICES = "--xla_force_host_platform_device_count=2"
-LIMIT = 300
+LIMIT = 600
 
 
 def run(count: int, arguments: Sequence[str], **environment: str) -> list[str]:
