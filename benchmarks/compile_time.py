@@ -63,7 +63,7 @@ def train_step(tx: optax.GradientTransformation, params: Any, batch: Any) -> jax
   return step.lower(step.init(params), batch)
 
 
-def measure(rounds: int) -> dict[str, dict[str, float]]:
+def measure(rounds: int, all_leaves: list[int]) -> dict[str, dict[str, float]]:
   """The least seconds on this process's devices, by leaves and contender."""
   mesh = jax.make_mesh((jax.device_count(),), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
   places = jax.NamedSharding(mesh, jax.P("x"))
@@ -80,11 +80,11 @@ def measure(rounds: int) -> dict[str, dict[str, float]]:
     _WRAPPERS: lambda *given: train_step(wrapped(adamw()), *given),
   }
   found = {}
-  for leaves in _LEAVES:
+  for leaves in all_leaves:
     layer = {"kernel": abstract(_WIDTH, _WIDTH), "bias": abstract(_WIDTH)}
     params, seconds = [layer] * (leaves // 2), {}
     # The first round imports and caches what the next ones share.
-    for _ in range(rounds + (leaves == min(_LEAVES))):
+    for _ in range(rounds + (leaves == min(all_leaves))):
       for name, lower in contenders.items():
         jax.clear_caches()
         start = time.process_time()
@@ -94,10 +94,11 @@ def measure(rounds: int) -> dict[str, dict[str, float]]:
   return found
 
 
-def in_process(devices: int, rounds: int) -> dict[str, dict[str, float]]:
+def in_process(devices: int, rounds: int, leaves: list[int]) -> dict[str, dict[str, float]]:
   """What `measure` returns in a process with so many devices."""
   flags = f"--xla_force_host_platform_device_count={devices}"
   command = [sys.executable, "-m", "benchmarks.compile_time", "--rounds", str(rounds), "--here"]
+  command += ["--leaves", *map(str, leaves)]
   environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
   done = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True)
   found: dict[str, dict[str, float]] = json.loads(done.stdout.splitlines()[-1])
@@ -108,16 +109,19 @@ def main() -> None:
   """Measures and writes the table."""
   parser = argparse.ArgumentParser(description=__doc__)
   parser.add_argument("--rounds", type=int, default=1, help="of which the least counts")
+  parser.add_argument("--leaves", type=int, nargs="+", default=list(_LEAVES))
   parser.add_argument("--out", type=pathlib.Path, default=_harness.HERE / "results")
   parser.add_argument("--here", action="store_true", help="on the devices of this process")
   options = parser.parse_args()
   if options.here:
-    print(json.dumps(measure(options.rounds)))
+    print(json.dumps(measure(options.rounds, options.leaves)))
     return
   columns = _ADAMW, _STEP, _WRAPPERS
   table = [f"| leaves | devices | {' | '.join(columns)} |", "|---" * 5 + "|"]
-  found = {devices: in_process(devices, options.rounds) for devices in tqdm(_DEVICES)}
-  for leaves in _LEAVES:
+  found = {
+    devices: in_process(devices, options.rounds, options.leaves) for devices in tqdm(_DEVICES)
+  }
+  for leaves in options.leaves:
     for devices in _DEVICES:
       seconds = found[devices][str(leaves)]
       cells = [f"{seconds[x]:.2f} [{seconds[x] / seconds[_ADAMW]:.2f}]" for x in columns]
