@@ -7,6 +7,8 @@
 # processor time; and up to two seconds for a row's steps.
 SECONDS = {
   "frozen": 130,
+  "backward": 30,
+  "windows": 30,
   "wrappers": 35,
   "lars": 25,
   "sequences": 115,

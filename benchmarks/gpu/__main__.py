@@ -19,13 +19,17 @@ _COLUMNS = (
   "over",
   "of the first",
   "temporary, MB",
+  "peak, MB",
   "compile, s",
 )
 _ABOUT = """\
 Milliseconds a step, the least of three measurements; spread: the largest over the least, less one.
 Train steps are called from Python. Steps of optimizers are made inside of a program, so that their
 time is the device's. Must move: the bytes that a step must read and write; least: their time at the
-speed of a copy, measured in the same process; over: the step's time over it. Compiling is left out.
+speed of a copy, measured in the same process; over: the step's time over it. Temporary: by XLA's
+account of the program; peak: the most that the process has had in use on the device until then, so
+rows of a part come in the order of their memory. A window's time is of a micro-batch. Compiling is
+left out.
 Each part ran in a process of its own."""
 
 

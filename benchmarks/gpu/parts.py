@@ -15,6 +15,7 @@ from benchmarks.gpu import sizes, timing
 import optax_boost
 import optax_boost.linen
 
+_WINDOW = 4
 Rows = Iterator[tuple[str, timing.Record]]
 
 
@@ -60,6 +61,36 @@ def _half_by_optax(
     return updates | tables | {"blocks": blocks}
 
   return "updates set to zero", optax.chain(adamw, optax.stateless(zero))
+
+
+def backward(of: sizes.Sizes, speed: float) -> Rows:
+  """GPT-2's step with each layer's update inside of the backward pass, and after it."""
+  del speed
+  tokens = _tokens(of.gpt2.vocabulary, *of.tokens)
+  for name, inside in {"AdamW, update_in_backward": True, "AdamW": False}.items():
+    made = optax_boost.make_train_step(of.gpt2.loss, optax.adamw(1e-4), update_in_backward=inside)
+    yield name, _in_memory(made, of, tokens, of.calls)
+
+
+def windows(of: sizes.Sizes, speed: float) -> Rows:
+  """GPT-2's micro-batches, added to their window inside of the backward pass, and after it."""
+  del speed
+  count, length = of.tokens
+  tokens = _tokens(of.gpt2.vocabulary, max(1, count // _WINDOW), length)
+  for not_finite in ("restart", "drop"):
+    tx = optax_boost.accumulate(optax.adamw(1e-4), _WINDOW, not_finite=not_finite)
+    made = optax_boost.make_train_step(of.gpt2.loss, tx)
+    yield f'accumulate(AdamW, 4), "{not_finite}"', _in_memory(made, of, tokens, _WINDOW * of.calls)
+
+
+def _in_memory(made: Any, of: sizes.Sizes, tokens: jax.Array, calls: int) -> timing.Record:
+  """Measures a train step, and the most memory that the process has had in use."""
+  shapes = jax.eval_shape(of.gpt2.init, jax.random.key(0))
+  # `init` would copy the params, so that the peak could be its own. These states begin with zeros.
+  zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(made.init, shapes))
+  state = zeros._replace(params=timing.filled(shapes))
+  del zeros
+  return timing.train_step(made, state, tokens, calls) | timing.peak_memory()
 
 
 def wrappers(of: sizes.Sizes, speed: float) -> Rows:
@@ -251,6 +282,8 @@ def _tokens(vocabulary: int, count: int, length: int) -> jax.Array:
 
 PARTS: dict[str, Callable[[sizes.Sizes, float], Rows]] = {
   "frozen": frozen,
+  "backward": backward,
+  "windows": windows,
   "wrappers": wrappers,
   "lars": lars,
   "sequences": sequences,

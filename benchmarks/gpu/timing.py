@@ -157,6 +157,12 @@ def _measure(
   }
 
 
+def peak_memory() -> Record:
+  """The most memory that the process has had in use on the device; nothing where JAX can't tell."""
+  statistics = jax.devices()[0].memory_stats() or {}
+  return {"peak, MB": statistics["peak_bytes_in_use"] / 1e6} if statistics else {}
+
+
 def _bytes(tree: Any) -> int:
   return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
 

@@ -43,6 +43,8 @@ ROWS = {
     "in a scan: half frozen, freeze_layers",
     "in a scan: half frozen, updates set to zero",
   ],
+  "backward": ["AdamW, update_in_backward", "AdamW"],
+  "windows": ['accumulate(AdamW, 4), "restart"', 'accumulate(AdamW, 4), "drop"'],
   "wrappers": [
     "optax.adam",
     "accumulate(adam, 4)",
@@ -95,7 +97,8 @@ def test_a_part_yields_its_rows(part):
       np.testing.assert_allclose(
         [record["least, ms"], record["over"] * least], [least, record["ms"]]
       )
-  assert ("over" in rows[0][1]) == (part not in ("frozen", "sequences", "resnet50"))
+  train_steps = ("frozen", "backward", "windows", "sequences", "resnet50")
+  assert ("over" in rows[0][1]) == (part not in train_steps)
 
 
 @pytest.mark.filterwarnings("ignore:'benchmarks.gpu.__main__' found in sys.modules:RuntimeWarning")
