@@ -3,13 +3,14 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from _transformer_training import Run
+from _transformer_training import Memory, Run
 from matplotlib.figure import Figure
 import numpy as np
 
 O0, O1 = "O0", "O1"
 ALL, HALF, DECAY = "all layers", "last half", "layer-wise decay"
 AT_ONCE, MICRO_BATCHES = "at once", 8
+AFTER, INSIDE, DEEP = "after the backward pass", "inside of it", 48
 
 # Okabe and Ito's colours, told apart by colour-blind eyes too.
 _BLUE, _ORANGE, _GREY = "#0072B2", "#D55E00", "#5A5A5A"
@@ -26,6 +27,7 @@ class Results(NamedTuple):
     before: the loss on the other text before fine-tuning.
     tuning: fine-tuning, by way.
     memory: bytes of a step on a large batch, at once and in micro-batches.
+    updates: of a deep model's step after the backward pass, and inside of it.
     prices: the time of a step at each length, relative to the full one, as O1 measured it.
     kept: the lengths that O1 trained on.
   """
@@ -34,6 +36,7 @@ class Results(NamedTuple):
   before: float
   tuning: dict[str, Run]
   memory: dict[str, int]
+  updates: dict[str, Memory]
   prices: dict[int, float]
   kept: Sequence[int]
 
@@ -75,7 +78,8 @@ _CODE = f"""In your code:
                     groups = optax_boost.layer_groups(params, names, num_groups=2)
                     optax_boost.freeze_layers(adamw, groups, optax_boost.fixed_freezing(2, 1))
   layer-wise decay  optax_boost.layerwise_decay(adamw, groups, 0.75)
-  micro-batches     optax_boost.accumulate(adamw, every={MICRO_BATCHES})"""
+  micro-batches     optax_boost.accumulate(adamw, every={MICRO_BATCHES})
+  inside of it      optax_boost.make_train_step(loss_fn, adamw, update_in_backward=True)"""
 
 
 def _table(results: Results) -> str:
@@ -90,6 +94,10 @@ def _table(results: Results) -> str:
   for name, size in results.memory.items():
     memory = _ratio(size / 1e6, whole, "MB", name == AT_ONCE)
     rows.append(("large batch" if name == AT_ONCE else "", name, "", "", memory))
+  after = results.updates[AFTER].whole / 1e6
+  for name, sizes in results.updates.items():
+    memory = _ratio(sizes.whole / 1e6, after, "MB", name == AFTER)
+    rows.append((f"{DEEP} layers" if name == AFTER else "", name, "", "", memory))
   widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
   lines = [
     "  ".join(
@@ -135,6 +143,7 @@ def _sentences(results: Results) -> list[str]:
     ]
   every, half, decay = (results.tuning[name] for name in (ALL, HALF, DECAY))
   (_, whole), (name, parts) = results.memory.items()
+  updates = results.updates[INSIDE].temporary / results.updates[AFTER].temporary
   return [
     *lines,
     f"Fine-tuned from a loss of {results.before:.3f}: with the first half of the layers frozen in"
@@ -142,6 +151,8 @@ def _sentences(results: Results) -> list[str]:
     f" of the memory of all layers, to a loss {_difference(half, every)};"
     f" with layer-wise decay to one\n{_difference(decay, every)}.",
     f"A large batch in {name} takes {parts / whole:.2f} of the memory, for the same step.",
+    f"With {DEEP} layers, AdamW's step inside of the backward pass takes {updates:.2f} of the"
+    " temporary memory, for\nthe same params.",
     "One seed of a short training says little:"
     "\nbenchmarks/results/long_levels_evidence.md has three seeds of longer ones.",
   ]

@@ -32,12 +32,24 @@ class Run(NamedTuple):
   memory: int
 
 
-def step_memory(program: jax.stages.Compiled) -> int:
-  """The bytes of a step by XLA's account: params, state, batch and temporary memory."""
+class Memory(NamedTuple):
+  """The bytes of a step.
+
+  Attributes:
+    whole: params, state, batch and temporary memory.
+    temporary: of these, what is freed at the end of the step.
+  """
+
+  whole: int
+  temporary: int
+
+
+def step_memory(program: jax.stages.Compiled) -> Memory:
+  """The bytes of a step by XLA's account."""
   sizes = program.memory_analysis()
   donated = sizes.alias_size_in_bytes  # results in the place of arguments
   kept = sizes.argument_size_in_bytes + sizes.output_size_in_bytes - donated
-  return kept + sizes.temp_size_in_bytes
+  return Memory(kept + sizes.temp_size_in_bytes, sizes.temp_size_in_bytes)
 
 
 def evaluation_points(steps: int, number: int) -> list[int]:
@@ -119,6 +131,6 @@ def train(
 
   cost = {kind: seconds(kind) for kind in first}
   until = np.cumsum([cost[kind] for kind in kinds])
-  memory = max(step_memory(step.lower(*sample).compile()) for sample in first.values())
+  memory = max(step_memory(step.lower(*sample).compile()).whole for sample in first.values())
   at_points = until[np.array(points) - 1]
   return state.params, Run(at_points, np.array(clock), np.array(losses), len(first), memory)

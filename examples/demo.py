@@ -1,11 +1,12 @@
 """Trains a small transformer at a level, fine-tunes it, and takes a large batch in less memory.
 
 `python examples/demo.py` compares what optax_boost does with plain training, on plays of
-Shakespeare: a level of `auto_boost`, frozen layers, layer-wise decay, accumulated gradients. It
-prints a table of times, losses and memory, and saves a picture.
+Shakespeare: a level of `auto_boost`, frozen layers, layer-wise decay, accumulated gradients, a step
+inside of the backward pass. It prints a table of times, losses and memory, and saves a picture.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+import functools
 from pathlib import Path
 import sys
 from typing import Any, NamedTuple
@@ -18,10 +19,13 @@ NAME, OUT = "demo", "out/demo.png"
 try:  # JAX takes seconds to import: long enough for a Ctrl-C.
   _memory.keep_freed_memory()
   from _demo_report import (
+    AFTER,
     ALL,
     AT_ONCE,
     DECAY,
+    DEEP,
     HALF,
+    INSIDE,
     MICRO_BATCHES,
     O0,
     O1,
@@ -33,6 +37,7 @@ try:  # JAX takes seconds to import: long enough for a Ctrl-C.
   import _transformer
   import _transformer_training as training
   import jax
+  import jax.numpy as jnp
   from matplotlib.figure import Figure
   import numpy as np
   import optax
@@ -53,6 +58,8 @@ TUNING_RATES = {ALL: 0.003, HALF: 0.01, DECAY: 0.01}
 # Windows of held-out text, and how often the loss on them is measured.
 HELD_OUT, EVALUATIONS, TUNING_EVALUATIONS = 32, 16, 8
 LAYER_DECAY = 0.75
+# The tokens of the deep model's batch: few, as its params take most of the memory.
+FEW_TOKENS = 16
 
 Batches = list[np.ndarray]
 
@@ -157,6 +164,19 @@ def memory(params: Any, text: np.ndarray, every: int = MICRO_BATCHES) -> dict[st
   for name, (tx, size) in programs.items():
     step = optax_boost.make_train_step(_transformer.loss_fn, tx)
     (batch,) = batches(text, 1, seed=0, size=size)
+    found[name] = training.step_memory(step.lower(step.init(params), batch).compile()).whole
+  return found
+
+
+def memory_of_updates() -> dict[str, training.Memory]:
+  """The memory of a deep model's step after the backward pass, and inside. Nothing is run."""
+  init = functools.partial(_transformer.init, layers=DEEP, rotary=True)
+  params = jax.eval_shape(init, jax.random.key(0))
+  batch = jax.ShapeDtypeStruct((1, FEW_TOKENS + 1), jnp.int32)
+  found = {}
+  for name, inside in {AFTER: False, INSIDE: True}.items():
+    adamw = optax.adamw(RATE)  # a global norm would need all gradients at once
+    step = optax_boost.make_train_step(_transformer.loss_fn, adamw, update_in_backward=inside)
     found[name] = training.step_memory(step.lower(step.init(params), batch).compile())
   return found
 
@@ -199,7 +219,8 @@ def compare(plan: Plan) -> Results:
     bar.set_description("memory of a large batch")
     prices = at.boost.on["sequence_length_warmup"]["length_prices"]
     kept = at.boost.length_schedule.lengths
-    return Results(runs, before, tuned, memory(params, plays.train), prices, kept)
+    large = memory(params, plays.train)
+    return Results(runs, before, tuned, large, memory_of_updates(), prices, kept)
 
 
 def prepare(argv: Sequence[str] | None) -> Plan:

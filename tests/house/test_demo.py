@@ -52,6 +52,8 @@ def test_it_prints_a_table_and_saves_a_picture(demo, tiny, tmp_path, capsys):
   assert float(half[4]) < 0.95
   (parts,) = (row for row in rows if row[:2] == ["8", "micro-batches"])
   assert float(parts[2]) < 0.5
+  (inside,) = (row for row in rows if row[:3] == ["inside", "of", "it"] and len(row) == 4)
+  assert float(inside[3]) < 1
   # Which of the two depends on the machine's rounding.
   assert len(re.findall("O1 (got|did not get) to O0's loss", captured.out)) == 1
   assert "Measured on this device, a step takes " in captured.out
@@ -131,6 +133,7 @@ def results(examples, boosted, kept=(16, 256)):
       "layer-wise decay": run(5.1, [3.0, 2.5, 2.1, 1.95]),
     },
     {"at once": 300e6, "8 micro-batches": 60e6},
+    {report.AFTER: report.Memory(50e6, 20e6), report.INSIDE: report.Memory(36e6, 6e6)},
     {16: 0.305, 64: 0.9, 256: 1.0},
     kept,
   )
@@ -154,6 +157,7 @@ def test_the_sentences_and_the_picture_say_what_the_curves_say(examples):
   assert "to a loss 0.100 higher" in text
   assert "with layer-wise decay to one\n0.050 lower" in text
   assert "8 micro-batches takes 0.20 of the memory" in text
+  assert "inside of the backward pass takes 0.30 of the temporary memory" in text
   drawn = titles(report.picture(found))
   assert "in 0.70 of the time" in " ".join(drawn)
   assert "0.20 of the memory" in " ".join(drawn)
@@ -233,6 +237,7 @@ def test_compiling_is_kept_apart_from_the_time_of_the_steps(examples, monkeypatc
   np.testing.assert_allclose(run.seconds, [0.02, 0.04])
   np.testing.assert_allclose(run.clock, [1.42, 1.44])
   assert run.memory == 18
+  assert training.step_memory(step) == (18, 10)
   assert len(run.losses) == 2
 
 
