@@ -16,6 +16,7 @@ NAMES = (
   "in_place",
   "lars",
   "less_bn",
+  "memory_short",
   "nnx_call",
   "optax_peers",
   "races",

@@ -374,12 +374,12 @@ def _table(comparison: Mapping[str, Any]) -> str:
   header = ["", "ms", *(f"x {r}" for r in references), *facts]
   lines = [header, ["---"] * len(header)]
   for row in rows:
-    if "milliseconds" not in row:
-      lines.append([row["name"], row["note"], *[""] * (len(header) - 2)])
-      continue
-    ratios = [_ratio(row["ratios"][r]) for r in references]
     columns = [f"{row['facts'][f]:,.5g}" if f in row["facts"] else "" for f in facts]
-    lines.append([row["name"], f"{row['milliseconds'][1]:.2f}", *ratios, *columns])
+    if "milliseconds" in row:
+      ratios = [_ratio(row["ratios"][r]) for r in references]
+      lines.append([row["name"], f"{row['milliseconds'][1]:.2f}", *ratios, *columns])
+    else:
+      lines.append([row["name"], row["note"], *[""] * len(references), *columns])
   body = "\n".join(f"| {' | '.join(line)} |" for line in lines)
   rounds = f"{comparison['rounds']} rounds, {comparison['quiet_rounds']} of them quiet"
   return f"## {comparison['title']}\n\n{body}\n\nMedian [quartiles] over {rounds}.\n"
