@@ -38,11 +38,11 @@ _PLAIN = "optax by hand"
 _ABOUT = f"""\
 One optimizer step (forward, backward, AdamW unless a row names SGD; params and state donated) of a
 GPT with {_SMALL.layers} blocks of width {_SMALL.width} that the loss scans over, on {_BATCH}
-sequences of {_SMALL.length} tokens; each block is computed again in the backward pass unless a row says "no remat". Params are in float32,
-38 MB, or in bfloat16. `{_PLAIN}` is a jitted function of `jax.value_and_grad`, `update` and
-`optax.apply_updates`; other rows are steps of `optax_boost.make_train_step`, unless they name
-optax. A window takes the {_BATCH} sequences in {_WINDOW} micro-batches, and its time is of all of
-them.
+sequences of {_SMALL.length} tokens; each block is computed again in the backward
+pass unless a row says "no remat". Params are in float32, 38 MB, or in bfloat16. `{_PLAIN}` is a
+jitted function of `jax.value_and_grad`, `update` and `optax.apply_updates`; other rows are steps of
+`optax_boost.make_train_step`, unless they name optax. A window takes the {_BATCH} sequences in
+{_WINDOW} micro-batches, and its time is of all of them.
 
 Memory is XLA's account of the compiled program, in MB of 1e6 bytes. Arguments: params, optimizer
 state and batch. Peak: the most that is in use at once, arguments included; for the CPU, the sum of
