@@ -10,31 +10,8 @@ import pytest
 
 import optax_boost
 from optax_boost._train_step import _step_computation
-from tests import meshes
-
-LAYERS, WIDTH = 4, 8
-
-
-def params_of(layers=LAYERS, width=WIDTH):
-  rng = np.random.default_rng(0)
-  normal = lambda *shape: jnp.asarray(rng.normal(size=shape) / np.sqrt(shape[-1]), "f4")  # noqa: E731
-  blocks = {"kernel": normal(layers, width, width), "bias": jnp.zeros((layers, width))}
-  return {"blocks": blocks, "embed": normal(5, width), "head": normal(width)}
-
-
-def layer(h, block):
-  return h + jnp.tanh(h @ block["kernel"] + block["bias"]), None
-
-
-def run_layers(params, h, body=layer, **settings):
-  return jax.lax.scan(body, h, params["blocks"], **settings)[0]
-
-
-def loss_of(run):
-  def loss(params, tokens):
-    return jnp.mean((run(params, params["embed"][tokens]) @ params["head"] - 1) ** 2)
-
-  return loss
+from tests import meshes, scanned
+from tests.scanned import LAYERS, layer, loss_of, params_of, run_layers
 
 
 def nested(params, h):
@@ -44,31 +21,13 @@ def nested(params, h):
   return run_layers(params, h, twice)
 
 
-def in_bfloat16(params, h):
-  low = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
-  return run_layers(low, h.astype(jnp.bfloat16)).astype(jnp.float32)
-
-
 def written_out(params, h):
   for i in range(LAYERS):
     h, _ = layer(h, jax.tree.map(lambda leaf, i=i: leaf[i], params["blocks"]))
   return h
 
 
-def used_elsewhere(params, h):
-  return run_layers(params, h) * (1 + jnp.mean(params["blocks"]["kernel"] ** 2))
-
-
-LOSSES = {
-  "a scan": run_layers,
-  "remat inside of jit": jax.jit(
-    functools.partial(run_layers, body=jax.checkpoint(layer), reverse=True)
-  ),
-  "nested scans": nested,
-  "cast before the scan": in_bfloat16,
-  "written out": written_out,
-  "used elsewhere, too": used_elsewhere,
-}
+LOSSES = scanned.LOSSES | {"nested scans": nested, "written out": written_out}
 AROUND = {
   "alone": lambda tx: tx,
   "scaled masters": lambda tx: optax_boost.dynamic_loss_scale(

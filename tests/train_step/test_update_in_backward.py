@@ -12,36 +12,8 @@ import pytest
 import optax_boost
 import optax_boost.linen
 import optax_boost.nnx
-from tests import meshes
-
-LAYERS, WIDTH = 4, 8
-
-
-def params_of(layers=LAYERS, width=WIDTH):
-  rng = np.random.default_rng(0)
-  normal = lambda *shape: jnp.asarray(rng.normal(size=shape) / np.sqrt(shape[-1]), "f4")  # noqa: E731
-  blocks = {"kernel": normal(layers, width, width), "bias": jnp.zeros((layers, width))}
-  return {"blocks": blocks, "embed": normal(5, width), "head": normal(width)}
-
-
-def layer(h, block):
-  return h + jnp.tanh(h @ block["kernel"] + block["bias"]), None
-
-
-def run_layers(params, h, body=layer, **settings):
-  return jax.lax.scan(body, h, params["blocks"], **settings)[0]
-
-
-def loss_of(run):
-  def loss(params, tokens):
-    return jnp.mean((run(params, params["embed"][tokens]) @ params["head"] - 1) ** 2)
-
-  return loss
-
-
-def in_bfloat16(params, h):
-  low = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
-  return run_layers(low, h.astype(jnp.bfloat16)).astype(jnp.float32)
+from tests import meshes, scanned
+from tests.scanned import LAYERS, WIDTH, loss_of, params_of, run_layers
 
 
 def along_axis_1(params, h):
@@ -63,26 +35,16 @@ def with_data(params, h):
   return h * means.sum()
 
 
-def used_elsewhere(params, h):
-  return run_layers(params, h) * (1 + jnp.mean(params["blocks"]["kernel"] ** 2))
-
-
 def two_scans(params, h):
   blocks = params["blocks"]
   h = jax.lax.scan(lambda h, w: (h + jnp.tanh(h @ w), None), h, blocks["kernel"])[0]
   return jax.lax.scan(lambda h, b: (h * (1 + b), None), h, blocks["bias"])[0]
 
 
-LOSSES = {
-  "a scan": run_layers,
-  "remat inside of jit": jax.jit(
-    functools.partial(run_layers, body=jax.checkpoint(layer), reverse=True)
-  ),
+LOSSES = scanned.LOSSES | {
   "remat around": jax.checkpoint(run_layers),
-  "cast before the scan": in_bfloat16,
   "transposed": along_axis_1,
   "with data": with_data,
-  "used elsewhere, too": used_elsewhere,
   "two scans": two_scans,
 }
 
@@ -160,7 +122,13 @@ def test_half_precision_params_are_updated_with_what_they_round_from(wrapper):
 
 def refused(tx, match, **kwargs):
   with pytest.raises(ValueError, match=match):
-    train(loss_of(run_layers), tx, params_of(), update_in_backward=True, **kwargs)
+    train(
+      loss_of(run_layers),
+      tx,
+      params_of(),
+      update_in_backward=True,
+      **kwargs,
+    )
 
 
 @pytest.mark.parametrize(
