@@ -312,3 +312,26 @@ def test_sharded_layers_are_updated_where_they_are(spec):
   assert places == places_inside
   assert sent == sent_inside  # of layers; XLA may gather a bias once more
   assert sum(sent.values()) == (3 if spec else 1)
+
+
+def test_a_spread_optimizer_state_stays_where_it_is():
+  """ZeRO-1: params whole on each device, moments along their last axis."""
+  mesh = meshes.mesh((8,), ("x",))
+  whole = jax.NamedSharding(mesh, jax.P())
+
+  def spread(x):
+    divides = x.ndim and x.shape[-1] % 8 == 0
+    return jax.NamedSharding(mesh, jax.P(*[None] * (x.ndim - 1), "x")) if divides else whole
+
+  found = []
+  for inside in (False, True):
+    step = optax_boost.make_train_step(
+      loss_of(run_layers), optax.adamw(1e-2), update_in_backward=inside
+    )
+    state = step.init(jax.device_put(params_of(), whole), opt_state_sharding=spread)
+    for batch in BATCHES[:2]:
+      state, _ = step(state, jax.device_put(batch, whole))
+    assert state.opt_state[0].mu["blocks"]["kernel"].sharding.spec == jax.P(None, None, "x")
+    assert state.params["blocks"]["kernel"].sharding.is_fully_replicated
+    found.append(state)
+  jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-6, atol=1e-7), *found)
