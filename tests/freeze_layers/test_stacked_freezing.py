@@ -192,7 +192,17 @@ UNCUT = {
 }
 
 
-@pytest.mark.parametrize("name", [*LOSSES, *UNCUT])
+# Without optimization, XLA of JAX 0.12 rounds an unrolled scan in another order.
+UNROLLED = "keyed, backwards, unrolled"
+
+
+@pytest.mark.parametrize(
+  "name",
+  [
+    pytest.param(name, marks=pytest.mark.optimized) if name == UNROLLED else name
+    for name in [*LOSSES, *UNCUT]
+  ],
+)
 def test_a_cut_scan_gives_the_same_gradient_to_the_bit(name):
   loss, depth = (LOSSES | UNCUT)[name], 3
   plan = groups_of()
