@@ -62,6 +62,12 @@ _NO_SCANS = (
   " `jax.lax.scan` (`nn.scan`, `nnx.scan`) over layers. `step.explain` says what uses each leaf."
 )
 
+_WRITTEN = (
+  "`update_in_backward` updates the params that the forward pass has read, but this model's forward"
+  " pass writes some of its trained variables, as `nnx.WeightNorm` does, and an update is added to"
+  " what it wrote. Leave `update_in_backward` out."
+)
+
 _UNUSED_WEIGHT = (
   "`weight` has no effect in this step: its optimizer accumulates no gradients, so each step uses"
   " the mean over its own batch. Put `optax_boost.accumulate(..., every=n)` around the optimizer,"
@@ -221,6 +227,8 @@ class StepComputation:
     # If the forward pass has changed params, the update is added to the changed params, as in Flax
     # NNX.
     start, model_state = _written_params.take_written_params(state.params, model_state, traced)
+    if made is not None and start is not state.params:
+      raise ValueError(_WRITTEN)
     if freezing is not None and self.hold_frozen_statistics:
       model_state = _frozen_statistics.hold_statistics(
         state.model_state,

@@ -274,6 +274,22 @@ def test_flax_models_are_trained_as_without(run):
   jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-5, atol=1e-6), after, inside)
 
 
+@pytest.mark.filterwarnings("ignore:`update_in_backward` saves no memory")
+def test_a_forward_pass_that_writes_trained_variables_is_refused():
+  class Clipped(nnx.Linear):
+    def __call__(self, x):
+      self.kernel[...] = jnp.clip(self.kernel[...], -0.1, 0.1)
+      return super().__call__(x)
+
+  model = Clipped(WIDTH, 1, rngs=nnx.Rngs(0))
+  optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+  step = optax_boost.nnx.make_train_step(
+    lambda model, x: jnp.mean((model(x) - 1) ** 2), update_in_backward=True
+  )
+  with pytest.raises(ValueError, match="forward pass writes some of its trained variables"):
+    step(model, optimizer, jnp.eye(WIDTH))
+
+
 def test_steps_are_scanned_mapped_and_compiled_ahead():
   loss, tx = loss_of(run_layers), optax.adam(1e-2)
   ways = []
