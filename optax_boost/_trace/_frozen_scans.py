@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_boost._foundation import _placement, _types
-from optax_boost._trace import _axis_map, _jaxpr, _primitives
+from optax_boost._trace import _jaxpr, _primitives
 
 
 @jax.tree_util.register_dataclass
@@ -146,9 +146,7 @@ def _aligned_axes(equation: _types.Equation, operand: int) -> tuple[int | None, 
     return tuple(range(len(shape)))
   if not rule.is_pointwise and equation.primitive.name not in ("transpose", "reshape"):
     return ()
-  moved = _primitives.move(equation, operand, _axis_map.identity(0, shape), 0)
-  dims = moved.dims if moved is not None else ()
-  return tuple(dim[0].axis if _axis_map.is_axis(dim, shape) else None for dim in dims)
+  return _primitives.axes_of_result(equation, operand)
 
 
 class SplitScans(_jaxpr.Evaluator[_Splittable]):

@@ -21,7 +21,8 @@ own equations.
 [[0.5], [3.0]]
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+import contextlib
 import dataclasses
 import functools
 import pathlib
@@ -31,7 +32,7 @@ import jax
 import jax.numpy as jnp
 
 from optax_boost._foundation import _types
-from optax_boost._trace import _axis_map, _frozen_scans, _jaxpr, _primitives
+from optax_boost._trace import _frozen_scans, _jaxpr, _primitives
 
 # What a value depends on: the number of a group of leaves whose layers are stacked, or this, for
 # the gradients of other leaves, and other values that are not known before the backward pass ends.
@@ -209,24 +210,20 @@ def find(
   stacked: list[dict[int, int]] = []
   for number, leaves in enumerate(groups):
     # The arrays that depend on the gradients of the group: its params, their moments, ...
-    arrays = {
-      i: leaves.get(i)
-      for i, output in enumerate(flat.outputs)
-      if number in sources[output] or i in leaves
-    }
-    axes: dict[int, int] = {}
-    preferred = next(iter(leaves.values()))
-    (length,) = {flat.avals[i].shape[axis] for i, axis in leaves.items()}
-    check = functools.partial(_check, flat, count, number, leaves, arrays, sources)
-    for i in arrays:
+    arrays = [i for i, x in enumerate(flat.outputs) if number in sources[x] or i in leaves]
+    length, preferred = next((flat.avals[i].shape[axis], axis) for i, axis in leaves.items())
+    check = functools.partial(_check, flat, count, leaves, set(arrays), sources)
+    axes = dict(leaves)
+    for i in leaves:
+      check(_Slice(flat.outputs[i], leaves[i]))
+    for i in [i for i in arrays if i not in leaves]:
       shape = flat.avals[flat.outputs[i]].shape
       options = [axis for axis in range(len(shape)) if shape[axis] == length]
-      options = [leaves[i]] if i in leaves else sorted(options, key=lambda x: x != preferred)
-      try:
-        axes[i] = _first_axis(check, flat.outputs[i], options)
-      except NotOfEachLayer:
-        if i in leaves:
-          raise
+      for axis in sorted(options, key=lambda x: x != preferred):
+        with contextlib.suppress(NotOfEachLayer):
+          check(_Slice(flat.outputs[i], axis))
+          axes[i] = axis
+          break
     stacked.append(axes)
   results = LayerResults(flat, count, groups, stacked)
   _check_axes(results)
@@ -260,25 +257,11 @@ def _sources(
       return sources
 
 
-def _first_axis(check: Callable[[_Slice], None], output: int, options: Sequence[int]) -> int:
-  """Returns the first axis along which a result is of each layer; raises NotOfEachLayer."""
-  reason = NotOfEachLayer("the optimizer's state: a number in it depends on all gradients")
-  for number, axis in enumerate(options):
-    try:
-      check(_Slice(output, axis))
-    except NotOfEachLayer as error:
-      reason = reason if number else error
-    else:
-      return axis
-  raise reason
-
-
 def _check(
   flat: _Program,
   count: int,
-  group: int,
   leaves: Mapping[int, int],
-  arrays: Mapping[int, Any],
+  arrays: Collection[int],
   sources: Sequence[frozenset[int]],
   wanted: _Slice,
 ) -> None:
@@ -372,18 +355,9 @@ def _operands(flat: _Program, wanted: _Slice) -> list[_Slice]:
   if rule.is_identity:
     return [_Slice(node.operands[node.results.index(value)], axis)]
   if rule.is_pointwise or node.equation.primitive.name in _ALIGNED:
-    axes = [_aligned(node.equation, i, axis) for i in range(len(node.operands))]
+    along = [_primitives.axes_of_result(node.equation, i) for i in range(len(node.operands))]
+    axes = [of_result[axis] if of_result else None for of_result in along]
     spreads = node.equation.primitive.name == "broadcast_in_dim" or rule.is_pointwise
     if spreads or any(a is not None for a in axes):
       return [_Slice(i, a) for i, a in zip(node.operands, axes, strict=True)]
   return [_Slice(value, None)]
-
-
-def _aligned(equation: _types.Equation, operand: int, axis: int) -> int | None:
-  """Returns which axis of an operand runs along an axis of the result, or None."""
-  shape = equation.invars[operand].aval.shape
-  if not shape:
-    return None
-  moved = _primitives.move(equation, operand, _axis_map.identity(0, shape), 0)
-  dim = moved.dims[axis] if moved is not None else ()
-  return dim[0].axis if _axis_map.is_axis(dim, shape) else None

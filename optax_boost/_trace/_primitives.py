@@ -381,3 +381,14 @@ def move(
   if moved_by is None:
     return None
   return moved_by(equation, operand, axis_map, equation.outvars[result].aval.shape, by_data)
+
+
+def axes_of_result(equation: _types.Equation, operand: int) -> tuple[int | None, ...]:
+  """Returns, for each axis of an equation's result, which whole axis of an operand runs along it.
+
+  Returns ``()`` if the result does not hold the operand's entries, or if there is no rule.
+  """
+  shape = equation.invars[operand].aval.shape
+  moved = move(equation, operand, _axis_map.identity(0, shape), 0)
+  dims = () if moved is None else moved.dims
+  return tuple(dim[0].axis if _axis_map.is_axis(dim, shape) else None for dim in dims)

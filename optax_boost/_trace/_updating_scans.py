@@ -11,7 +11,7 @@ exist at once, and the cotangents of the leaf and of its arrays are the *updated
 ...   return jnp.sum(jax.lax.scan(lambda x, w: (x * w, None), x, w)[0])
 >>> w, x = jnp.array([2.0, 3.0]), jnp.array([1.0, 5.0])
 >>> program = jax.make_jaxpr(loss_fn)(w, x)
->>> (scan,), _ = find_scans(program, 1)
+>>> (scan,) = find_scans(program, 1)
 >>> def descend(index, g, layers, fixed, scalars):
 ...   return [layers[0] - 0.1 * g[0]], scalars
 >>> def loss(w, rate):
@@ -58,11 +58,10 @@ class Update(NamedTuple):
   update: UpdateLayer
 
 
-def find_scans(program: _types.Jaxpr, count: int) -> tuple[list[dict[int, int]], dict[int, str]]:
-  """Returns the leaves that each scan slices, with the axis of the layers, and why others aren't.
+def find_scans(program: _types.Jaxpr, count: int) -> list[dict[int, int]]:
+  """Returns the leaves that each scan can update, by number, with the axis of the layers.
 
-  The leaves are the first `count` arguments of the program. The second result says by number why a
-  leaf is not updated layer by layer.
+  The leaves are the first `count` arguments of the program.
   """
   uses = _leaf_scans.find_uses(program, count)
   obstacles = uses.find_obstacles([False] * count, once=True)
@@ -71,7 +70,7 @@ def find_scans(program: _types.Jaxpr, count: int) -> tuple[list[dict[int, int]],
     if not obstacle:
       (slicing,) = uses.scanned[number]
       scans.setdefault(slicing.scan, {})[number] = slicing.axis
-  return list(scans.values()), {i: text for i, text in enumerate(obstacles) if text}
+  return list(scans.values())
 
 
 def evaluate(
@@ -127,11 +126,11 @@ class _UpdatingScans(_leaf_scans.LeafScans):
     length: int,
   ) -> tuple[list[jax.Array], list[jax.Array]]:
     key = frozenset(_leaf_scans.numbers_of(slices))
-    if key not in self._updates:
+    update = self._updates.get(key)
+    if update is None:
       return super().scan_part(equation, shared, carry, slices, length)
-    scan = _Scan(equation, self._updates[key], slices, length)
+    scan = _Scan(equation, update, slices, length)
     inputs = [*shared], carry, [x for x in slices if not isinstance(x, _leaf_scans.Leaf)]
-    update = self._updates[key]
     (carry, results), self.scalars = scan.run(
       inputs, scan.leaves, self._arrays[key], list(update.fixed), self.scalars
     )
@@ -185,7 +184,7 @@ class _Scan:
       nonlocal resume
       index, others = inputs
       layers = self._layers(self._slice(leaves, index))
-      _, results, pull = _vjp(self._iterate, shared, carry, others, layers)
+      results, pull = _vjp(self._iterate, shared, carry, others, layers)
       resume, kept = _take_known(pull, [*shared, *others, *layers])
       return results[: len(carry)], results[len(carry) :], kept
 
@@ -206,7 +205,7 @@ class _Scan:
       self._equation, iterate, carry, (numbers, others), self._length
     )
     # The loop of the derivative begins with the leaves, so they are not kept twice.
-    keep = jax.tree_util.Partial(_Resume(resume, tuple(alike)), [*alike.values()], kept)
+    keep = jax.tree_util.Partial(resume, alike, kept)
     return ((carry, results), scalars), (keep, shared, others, leaves, arrays, fixed)
 
   def _backward(self, residuals: Any, cotangents: Any) -> Any:
@@ -224,7 +223,7 @@ class _Scan:
 
       def once(slices: Any, d_shared: Any, d_carry: Any, scalars: Any, _: Any) -> Any:
         layers, pull_layers = jax.vjp(self._layers, slices[: len(self._leaves)])
-        pull = keep.func(alike, kept, [*shared, *others, *layers])
+        pull = keep.func(_merge(alike, kept), [*shared, *others, *layers])
         derivatives = pull([x for x in [*d_carry, *d_results] if x is not None])
         more, d_carry, d_others, d_layers = derivatives
         d_shared = [x if y is None else x + y for x, y in zip(d_shared, more, strict=True)]
@@ -257,8 +256,8 @@ def _is_float(x: Any) -> bool:
   return jnp.issubdtype(getattr(x, "aval", x).dtype, jnp.inexact)
 
 
-def _vjp(function: Callable[..., tuple[Any, Any]], *trees: Any) -> tuple[Any, Any, Any]:
-  """Returns results, aux and the derivative of a function; only of floats, None for others."""
+def _vjp(function: Callable[..., tuple[Any, Any]], *trees: Any) -> tuple[Any, Any]:
+  """Returns the aux of a function, and its derivative, which has None for others than floats."""
   leaves, structure = jax.tree.flatten(trees)
   floats = [i for i, x in enumerate(leaves) if _is_float(x)]
 
@@ -268,23 +267,8 @@ def _vjp(function: Callable[..., tuple[Any, Any]], *trees: Any) -> tuple[Any, An
       merged[i] = x
     return function(*jax.tree.unflatten(structure, merged))
 
-  results, pull, aux = jax.vjp(call, *[leaves[i] for i in floats], has_aux=True)
-  return results, aux, jax.tree_util.Partial(_Pull(structure, tuple(floats)), pull)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Resume:
-  """Makes the derivative of a layer from what all layers keep alike, and what this one keeps."""
-
-  resume: Callable[..., Any]
-  alike: tuple[int, ...]
-
-  def __call__(self, alike: Sequence[Any], kept: Sequence[Any], known: Sequence[Any]) -> Any:
-    by_number = dict(zip(self.alike, alike, strict=True))
-    rest = iter(kept)
-    count = len(alike) + len(kept)
-    merged = [by_number[i] if i in by_number else next(rest) for i in range(count)]
-    return self.resume(merged, known)
+  _, pull, aux = jax.vjp(call, *[leaves[i] for i in floats], has_aux=True)
+  return aux, jax.tree_util.Partial(_Pull(structure, tuple(floats)), pull)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -295,10 +279,8 @@ class _Pull:
   floats: tuple[int, ...]
 
   def __call__(self, pull: Any, cotangents: Any) -> Any:
-    found: list[Any] = [None] * self.structure.num_leaves
-    for i, x in zip(self.floats, pull(cotangents), strict=True):
-      found[i] = x
-    return jax.tree.unflatten(self.structure, found)
+    found = dict(zip(self.floats, pull(cotangents), strict=True))
+    return jax.tree.unflatten(self.structure, map(found.get, range(self.structure.num_leaves)))
 
 
 def _take_known(pull: Any, known: Sequence[Any]) -> tuple[Callable[..., Any], list[jax.Array]]:
@@ -309,19 +291,17 @@ def _take_known(pull: Any, known: Sequence[Any]) -> tuple[Callable[..., Any], li
   leaves, structure = jax.tree.flatten(pull)
   places = {id(x): i for i, x in enumerate(known)}
   sources = [places.get(id(x)) for x in leaves]
-  constants = [None if isinstance(x, jax.core.Tracer) else x for x in leaves]
-  kept = [
-    x
-    for x, source, c in zip(leaves, sources, constants, strict=True)
-    if source is None and c is None
-  ]
+  found = {i: x for i, x in enumerate(leaves) if not isinstance(x, jax.core.Tracer)}
+  kept = [x for i, x in enumerate(leaves) if i not in found and sources[i] is None]
 
   def resume(kept: Sequence[jax.Array], known: Sequence[Any]) -> Any:
-    others = iter(kept)
-    merged = [
-      known[source] if source is not None else next(others) if constant is None else constant
-      for source, constant in zip(sources, constants, strict=True)
-    ]
-    return jax.tree.unflatten(structure, merged)
+    of_known = {i: known[source] for i, source in enumerate(sources) if source is not None}
+    return jax.tree.unflatten(structure, _merge(found | of_known, kept))
 
   return resume, kept
+
+
+def _merge(found: Mapping[int, Any], others: Sequence[Any]) -> list[Any]:
+  """Returns a list with the values `found` at their numbers, and `others`, in order, between."""
+  rest = iter(others)
+  return [found[i] if i in found else next(rest) for i in range(len(found) + len(others))]

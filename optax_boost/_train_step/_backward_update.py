@@ -50,6 +50,7 @@ class BackwardUpdate:
     extra_args: the extra arguments of ``update`` that are no arrays.
     late_args: a function from aux to the extra arguments that the forward pass returns.
     measures: whether to sum up the squares of the gradient.
+    must_depend: whether to raise an error if the loss does not depend on the params.
   """
 
   tx: optax.GradientTransformation
@@ -58,6 +59,7 @@ class BackwardUpdate:
   extra_args: Mapping[str, Any]
   late_args: Callable[[Any], dict[str, Any]]
   measures: bool
+  must_depend: bool
 
   def make(self, params: optax.Params, opt_state: optax.OptState) -> Made:
     """Computes the loss, and makes the step.
@@ -69,14 +71,15 @@ class BackwardUpdate:
     arrays, state_structure = jax.tree.flatten(opt_state)
     inputs = [*leaves, *arrays]
     count = len(leaves)
-    scans, _ = _updating_scans.find_scans(self.traced.program, count)
+    scans = _updating_scans.find_scans(self.traced.program, count)
     results = self._find(params, opt_state, scans)
     updates = [self._update(results, group, inputs) for group in range(len(scans))]
     stacks = [[inputs[i] for i in update.axes] for update in updates]
 
     def loss(leaves: Any, values: Any, stacks: Any, scalars: Any) -> Any:
       (value, aux), scalars = self.traced.run_with_updates(leaves, values, updates, stacks, scalars)
-      _objective.require_dependence(value, (leaves, stacks))
+      if self.must_depend:
+        _objective.require_dependence(value, (leaves, stacks))
       return (value, scalars), (value, aux)
 
     # Forward, the scalars may have any values.

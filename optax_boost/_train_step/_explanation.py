@@ -21,7 +21,7 @@ def explain(
 ) -> dict[str, str]:
   """Returns a sentence for each leaf, by its path.
 
-  `frozen` says for each leaf what is statically frozen; the other arguments are those of a step.
+  `frozen` is :meth:`Objective.frozen`; the other arguments are those of a step.
   """
   leaves = jax.tree.leaves(params)
   if update_in_backward:
@@ -37,6 +37,6 @@ def explain(
     return dict.fromkeys(_paths.leaf_paths(params), f"exists as a whole: {reason}")
   once = update_in_backward or (addition is not None and addition.measures)
   uses = _leaf_scans.find_uses(traced.program, len(leaves))
-  obstacles = uses.find_obstacles(frozen, once)
+  obstacles = uses.find_obstacles(frozen[: len(leaves)], once)
   texts = [f"{whole}, since {obstacle}" if obstacle else by_layer for obstacle in obstacles]
   return dict(zip(_paths.leaf_paths(params), texts, strict=True))

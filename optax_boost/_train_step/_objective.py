@@ -71,7 +71,7 @@ class Objective:
 
     The gradient is zero in frozen layers, and the values of frozen layers are the old ones.
     """
-    loss = self._without_frozen_gradients()
+    loss = self._without_frozen_gradients(params)
     if self.must_depend:
       loss = _check_dependence(loss)
     if self.loss_scale is None:
@@ -119,7 +119,7 @@ class Objective:
     )
     sums = [None if _masks.is_masked(total) else total for total in sums]
     count = len(sums)
-    frozen = self._frozen() or [False] * (count + len(self.values))
+    frozen = self.frozen(params)
 
     def add(total: jax.Array, g: jax.Array, scalars: Any) -> tuple[jax.Array, Any]:
       return addition.add(total, steepest_ascent(g), scalars)
@@ -160,18 +160,18 @@ class Objective:
       return new
     return _layer_groups.select_frozen(self.freezing.depth, group, old, new)
 
-  def _frozen(self) -> list[Any]:
-    """Returns for each leaf, then for each value, what is statically frozen; [] if nothing is."""
+  def frozen(self, params: optax.Params) -> list[Any]:
+    """Returns for each leaf of `params`, then for each value, what is statically frozen."""
     if self.freezing is None or not self.freezing.is_static:
-      return []
+      return [False] * (len(jax.tree.leaves(params)) + len(self.values))
     return [group < self.freezing.depth for group in (*self.freezing.groups, *self.value_groups)]
 
-  def _without_frozen_gradients(self) -> LossWithAux:
+  def _without_frozen_gradients(self, params: optax.Params) -> LossWithAux:
     """Returns the loss as a function whose gradient is zero in frozen layers.
 
     If no layer is frozen, or if the number of frozen groups is traced, returns `loss` unchanged.
     """
-    frozen = self._frozen()
+    frozen = self.frozen(params)
     if not any(map(np.any, frozen)):
       return self.loss
     freezes_parts = any(np.any(flags) and not np.all(flags) for flags in frozen)

@@ -193,14 +193,12 @@ class StepComputation:
     addition = self._addition(step, state.opt_state, freezing)
     added = made = weight = None
     if self.explained is not None:
-      frozen: list[Any] = [False] * len(jax.tree.leaves(state.params))
-      if freezing is not None and freezing.is_static:
-        frozen = [group < freezing.depth for group in freezing.groups]
+      frozen = objective.frozen(state.params)
       adds = addition if addition and addition.in_backward else None
       way = adds, self.update_in_backward
       self.explained.update(_explanation.explain(step, state.params, traced, frozen, *way))
     if self.update_in_backward:
-      made = self._update(traced, values, batch).make(state.params, state.opt_state)
+      made = self._update(traced, values, batch, must_depend).make(state.params, state.opt_state)
       (value, (model_state, aux)), new_values = made.output, made.new_values
       grad = _unknown(state.params)
       if not made.scans:
@@ -289,6 +287,7 @@ class StepComputation:
     traced: _traced_loss.TracedLoss,
     values: list[jax.Array],
     batch: _types.Batch,
+    must_depend: bool,
   ) -> _backward_update.BackwardUpdate:
     """Returns how the backward pass makes the optimizer's step."""
     arguments: dict[str, Any] = {"layers": _layer_axes.DeferredLayerAxes(traced.layers)}
@@ -301,7 +300,9 @@ class StepComputation:
       return late
 
     measures = "gradient_norm" in self.metrics
-    return _backward_update.BackwardUpdate(self.tx, traced, values, arguments, late_args, measures)
+    return _backward_update.BackwardUpdate(
+      self.tx, traced, values, arguments, late_args, measures, must_depend
+    )
 
   def _addition(
     self,
