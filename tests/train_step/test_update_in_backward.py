@@ -46,6 +46,7 @@ LOSSES = scanned.LOSSES | {
   "transposed": along_axis_1,
   "with data": with_data,
   "two scans": two_scans,
+  "no gradient": lambda params, h: jax.lax.stop_gradient(run_layers(params, h)),
 }
 
 
