@@ -353,6 +353,17 @@ def write(
   replace(folder / f"{name}.md", page(name, about, machine_description, tables))
 
 
+def write_lines(
+  name: str, about: str, lines: Sequence[str], packages: Sequence[str], folder: pathlib.Path
+) -> None:
+  """Writes ``<folder>/<name>.md`` with a body of `lines`, whole or not at all.
+
+  `packages` are those whose versions the page names.
+  """
+  body = "\n".join(lines).rstrip("\n") + "\n"
+  replace(folder / f"{name}.md", page(name, about, machine(packages), body))
+
+
 def page(title: str, about: str, machine_description: Mapping[str, str], body: str) -> str:
   """The text of a page of results."""
   where = ", ".join(f"{key} {value}" for key, value in machine_description.items())

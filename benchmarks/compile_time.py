@@ -52,7 +52,7 @@ def by_hand(tx: optax.GradientTransformation, params: Any, batch: Any) -> jax.st
     updates, state = tx.update(grads, state, params)
     return optax.apply_updates(params, updates), state, loss
 
-  # Its shardings are those of the train step's state.
+  # The train step's state has the right shardings.
   state = optax_boost.make_train_step(loss_fn, tx).init(params).opt_state
   return jax.jit(step, donate_argnums=(0, 1)).lower(params, state, batch)
 
@@ -83,7 +83,7 @@ def measure(rounds: int, all_leaves: list[int]) -> dict[str, dict[str, float]]:
   for leaves in all_leaves:
     layer = {"kernel": abstract(_WIDTH, _WIDTH), "bias": abstract(_WIDTH)}
     params, seconds = [layer] * (leaves // 2), {}
-    # The first round imports and caches what the next ones share.
+    # The first round makes the imports that the next rounds share.
     for _ in range(rounds + (leaves == min(all_leaves))):
       for name, lower in contenders.items():
         jax.clear_caches()
@@ -95,7 +95,7 @@ def measure(rounds: int, all_leaves: list[int]) -> dict[str, dict[str, float]]:
 
 
 def in_process(devices: int, rounds: int, leaves: list[int]) -> dict[str, dict[str, float]]:
-  """What `measure` returns in a process with so many devices."""
+  """Runs `measure` in a process with so many devices."""
   flags = f"--xla_force_host_platform_device_count={devices}"
   command = [sys.executable, "-m", "benchmarks.compile_time", "--rounds", str(rounds), "--here"]
   command += ["--leaves", *map(str, leaves)]
@@ -126,9 +126,7 @@ def main() -> None:
       seconds = found[devices][str(leaves)]
       cells = [f"{seconds[x]:.2f} [{seconds[x] / seconds[_ADAMW]:.2f}]" for x in columns]
       table.append(f"| {leaves} | {devices} | {' | '.join(cells)} |")
-  machine = _harness.machine(["jax", "jaxlib", "optax"])
-  page = _harness.page("compile_time", _ABOUT, machine, "\n".join(table) + "\n")
-  _harness.replace(options.out / "compile_time.md", page)
+  _harness.write_lines("compile_time", _ABOUT, table, ["jax", "jaxlib", "optax"], options.out)
   print("\n".join(table))
 
 

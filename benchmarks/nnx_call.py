@@ -66,12 +66,10 @@ def main() -> None:
   parser.add_argument("--rounds", type=int, default=30, help="measurements of each train step")
   parser.add_argument("--out", type=pathlib.Path, default=_harness.HERE / "results")
   options = parser.parse_args()
-  machine = _harness.machine(["jax", "jaxlib", "flax"])
   found = measure(options.rounds)
   table = [f"| | ms | x {_BY_HAND} |", "|---|---|---|"]
   table += [f"| {name} | {ms:.2f} | {ms / found[_BY_HAND]:.2f} |" for name, ms in found.items()]
-  page = _harness.page("nnx_call", _ABOUT, machine, "\n".join(table) + "\n")
-  _harness.replace(options.out / "nnx_call.md", page)
+  _harness.write_lines("nnx_call", _ABOUT, table, ["jax", "jaxlib", "flax"], options.out)
   print("\n".join(table))
 
 

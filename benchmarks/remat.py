@@ -77,10 +77,9 @@ def main() -> None:
   parser.add_argument("--out", type=pathlib.Path, default=_harness.HERE / "results")
   options = parser.parse_args()
   rows = {"kept": Block, "`nn.remat` around each block": nn.remat(Block)}
-  machine = _harness.machine(["jax", "jaxlib", "flax"])
-  table = [f"| {name} | {temporary_megabytes(block):.0f} |" for name, block in rows.items()]
-  body = "\n".join(["| activations | temporary MB |", "|---|---|", *table]) + "\n"
-  _harness.replace(options.out / "remat.md", _harness.page("remat", _ABOUT, machine, body))
+  table = ["| activations | temporary MB |", "|---|---|"]
+  table += [f"| {name} | {temporary_megabytes(block):.0f} |" for name, block in rows.items()]
+  _harness.write_lines("remat", _ABOUT, table, ["jax", "jaxlib", "flax"], options.out)
   print("\n".join(table))
 
 

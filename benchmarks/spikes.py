@@ -1,7 +1,6 @@
 """``skip_spikes`` beside clipping, with planted bad batches: ``python -m benchmarks.spikes``."""
 
 import functools
-import pathlib
 from typing import Any, NamedTuple
 
 import jax
@@ -168,9 +167,8 @@ def main() -> None:
     body += [row(rule, *train(rule, kind)) for rule in RULES]
     body += [""]
     print("\n".join(body[-12:]), flush=True)
-  machine = _harness.machine(("jax", "jaxlib", "optax", "numpy"))
-  path = pathlib.Path(__file__).parent / "results" / "spikes.md"
-  _harness.replace(path, _harness.page("spikes", _ABOUT, machine, "\n".join(body)))
+  packages = ("jax", "jaxlib", "optax", "numpy")
+  _harness.write_lines("spikes", _ABOUT, body, packages, _harness.HERE / "results")
 
 
 if __name__ == "__main__":

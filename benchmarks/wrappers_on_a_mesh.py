@@ -102,9 +102,8 @@ def main() -> None:
     base = base or counts
     cells = [f"{n} [{n - m:+d}]" for n, m in zip(counts, base, strict=True)]
     table.append(f"| {name} | {found[0][0]:.1f} | {' | '.join(cells)} |")
-  machine = _harness.machine(["jax", "jaxlib", "optax"])
-  page = _harness.page("wrappers_on_a_mesh", _ABOUT, machine, "\n".join(table) + "\n")
-  _harness.replace(options.out / "wrappers_on_a_mesh.md", page)
+  packages = ["jax", "jaxlib", "optax"]
+  _harness.write_lines("wrappers_on_a_mesh", _ABOUT, table, packages, options.out)
   print("\n".join(table))
 
 

@@ -116,10 +116,7 @@ def main() -> None:
       lines.append(f"| {name} | {micro / n:.2f} n | {end / n:.2f} n | {single} | {temporary:.2f} |")
       print(title, lines[-1], flush=True)
     lines.append("")
-  where = _harness.machine(["jax", "libtpu", "optax"])
-  _harness.replace(
-    options.out / "windows.md", _harness.page("windows", _ABOUT, where, "\n".join(lines))
-  )
+  _harness.write_lines("windows", _ABOUT, lines, ["jax", "libtpu", "optax"], options.out)
 
 
 if __name__ == "__main__":
